@@ -16,13 +16,9 @@ from torch._decomp import decomposition_table
 from torch._dispatch.python import no_python_dispatcher
 from torch._guards import active_fake_mode as active_fake_mode
 from torch._prims_common import is_contiguous_for_memory_format_or_false
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_impls import op_implementations_dict
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-    in_kernel_invocation_manager,
-    unset_fake_temporarily,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._mode_utils import no_dispatch
 
@@ -168,7 +164,7 @@ def _view(
     is_plain = is_fake(tensor) and not tensor._has_symbolic_sizes_strides
     if not is_plain or any(isinstance(size, torch.SymInt) for size in shape):
         return torchs(mode, view, tensor, shape)
-    with in_kernel_invocation_manager(mode):
+    with fake_tensor.in_kernel_invocation_manager(mode):
         result = view(tensor, shape)
     return FakeTensor(mode, result, tensor.device)
 
@@ -243,7 +239,7 @@ def fake_call(mode: FakeTensorMode, target: Any, args: tuple[Any, ...], kwargs: 
                 # What it is given is kept by nodes, and one that is written in place may get other sizes.
                 args, kwargs = pytree.tree_map(_alias, (args, dict(kwargs)))
             return target(*args, **kwargs)
-    with in_kernel_invocation_manager(mode), torch._C._AutoDispatchBelowAutograd():
+    with fake_tensor.in_kernel_invocation_manager(mode), torch._C._AutoDispatchBelowAutograd():
         result = target(*args, **kwargs)
     if isinstance(result, torch.Tensor):
         return FakeTensor(mode, result, device)
@@ -309,5 +305,5 @@ def outside_tracing() -> Iterator[None]:
     The Python dispatcher, which is on while AOTAutograd traces, keeps the GIL while an operator runs. A collective
     would then wait for gloo's queue, whose thread may hold it and wait for the GIL, to free what an earlier one used.
     """
-    with no_dispatch(), unset_fake_temporarily(), no_python_dispatcher():
+    with no_dispatch(), fake_tensor.unset_fake_temporarily(), no_python_dispatcher():
         yield

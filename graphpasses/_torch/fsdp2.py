@@ -193,14 +193,7 @@ def _read_group(
     shard_group = group._reduce_scatter_process_group
     replicate_group = group._all_reduce_process_group if isinstance(mesh_info, HSDPMeshInfo) else None
     wire_dtype = reduce_dtype(group, name)
-    predivide, postdivide, *ops = _get_gradient_divide_factors(
-        shard_group,
-        replicate_group,
-        wire_dtype,
-        group.device.type,
-        group.gradient_divide_factor,
-        group.force_sum_reduction_for_comms,
-    )
+    predivide, postdivide, *ops = divide_factors(group, shard_group, replicate_group, wire_dtype)
     # What is multiplied by one before it is added keeps its bits; torchtitan divides by its number of tokens instead.
     is_plain_sum = group.gradient_divide_factor == 1
     reduce_scatter_op: str | None
@@ -244,6 +237,14 @@ def _read_group(
         reduces_unused=getattr(group, "reduce_scatter_unused_params", False),
         reshards_after_forward=group.post_forward_mesh_info is not None and not keeps_parameters,
     )
+
+
+def divide_factors(
+    group: FSDPParamGroup, shard_group: Any, replicate_group: Any, dtype: torch.dtype
+) -> tuple[float | None, float | None, Any, Any]:
+    """Returns by what a group divides gradients before and after it reduces them, and both its reductions."""
+    settings = group.gradient_divide_factor, group.force_sum_reduction_for_comms
+    return _get_gradient_divide_factors(shard_group, replicate_group, dtype, group.device.type, *settings)
 
 
 def op_name(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> ReduceOpName | None:

@@ -19,12 +19,8 @@ from torch.nn import functional as F
 
 # Modes are pushed by hand: TorchDispatchMode.__enter__ also sets flags of the process, which ranks that are threads
 # would leave set, and which make Dynamo compile nothing. Tested: 2.13.
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _pop_mode,
-    _push_mode,
-    is_traceable_wrapper_subclass_type,
-)
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from graphpasses._torch.operator_facts import NOT_THE_USERS
 from graphpasses._torch.recorded_operator import Phase, Where
@@ -79,7 +75,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> Self:
         self._root = sys._getframe(1)
         if self._is_mode:
-            _push_mode(self)
+            _python_dispatch._push_mode(self)
             return self
         _register()
         _propagation.begin()
@@ -90,7 +86,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __exit__(self, *_: object) -> None:
         if self._is_mode:
-            _pop_mode()
+            _python_dispatch._pop_mode()
         else:
             self._guard.__exit__(None, None, None)
             del self._guard, _thread.recorder
