@@ -166,15 +166,7 @@ def _whole(desc: Any) -> tuple[Any, str]:
     return desc, attr
 
 
-_INHERITED = (
-    "stack_trace",
-    "nn_module_stack",
-    "seq_nr",
-    "custom",
-    "partitioner_tag",
-    "recompute",
-    "ac_graph_id",
-)
+_META = ("stack_trace", "nn_module_stack", "seq_nr", "custom", "partitioner_tag", "recompute", "ac_graph_id")
 
 
 def decompose(module: fx.GraphModule) -> None:
@@ -215,7 +207,7 @@ def _inline(graph: fx.Graph, node: fx.Node, table: dict[Any, Any], mode: FakeTen
             if item.op in ("placeholder", "output"):
                 continue
             new = mapping[item] = graph.node_copy(item, mapping.__getitem__)
-            new.meta.update({key: node.meta[key] for key in _INHERITED if key in node.meta})
+            new.meta.update({key: node.meta[key] for key in _META if key in node.meta})
     result: Any = fx.node.map_arg(inner.output_node().args[0], mapping.__getitem__)
     if isinstance(result, fx.Node):
         node.replace_all_uses_with(result)

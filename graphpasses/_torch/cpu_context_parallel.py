@@ -20,61 +20,19 @@ _Ring = Callable[..., tuple[torch.Tensor, ...]]
 @functools.cache
 def let_cpu_attention_run_in_rings() -> None:
     """Registers the attention that a CPU has where context parallelism knows those of GPUs, before it is enabled."""
-    _attention.custom_ops[_FORWARD] = functools.partial(_in_rings, _forward)
-    _attention.custom_ops[_BACKWARD] = functools.partial(_in_rings, _backward)
+    forward: Any = _attention._templated_ring_attention
+    backward = functools.partial(_attention._templated_ring_attention_backward, grad_out_name="grad_out")
+    _attention.custom_ops[_FORWARD] = functools.partial(_in_rings, forward)
+    _attention.custom_ops[_BACKWARD] = functools.partial(_in_rings, backward)
 
 
 def _in_rings(ring: _Ring, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[DTensor, ...]:
     """Calls ``ring`` on this rank's parts of a sequence; results are sharded as the arguments are."""
     (spec,) = {(each.device_mesh, each.placements) for each in args if isinstance(each, DTensor)}
     mesh, placements = spec
+    given = {argument.name: argument.default_value for argument in op._schema.arguments}
     local = [each.to_local() if isinstance(each, DTensor) else each for each in args]
-    found = ring(mesh.get_group(), *local, **kwargs)
+    given |= dict(zip(given, local, strict=False)) | dict(kwargs)
+    del given["attn_mask"]  # which rings do not have
+    found = ring(mesh.get_group(), _SEQUENCE, op, **given)
     return tuple(DTensor.from_local(each, mesh, placements, run_check=False) for each in found)
-
-
-def _forward(
-    group: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    attn_mask: None = None,
-    scale: float | None = None,
-) -> tuple[torch.Tensor, ...]:
-    tensors = {"query": query, "key": key, "value": value}
-    options = {"is_causal": is_causal, "dropout_p": dropout_p, "scale": scale}
-    return _attention._templated_ring_attention(group, _SEQUENCE, _FORWARD, **tensors, **options)  # type: ignore[arg-type]
-
-
-def _backward(
-    group: Any,
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    attn_mask: None = None,
-    scale: float | None = None,
-) -> tuple[torch.Tensor, ...]:
-    return _attention._templated_ring_attention_backward(
-        group,
-        _SEQUENCE,
-        _BACKWARD,
-        grad_out=grad_out,
-        grad_out_name="grad_out",
-        query=query,
-        key=key,
-        value=value,
-        out=out,
-        logsumexp=logsumexp,
-        is_causal=is_causal,
-        dropout_p=dropout_p,
-        scale=scale,
-    )

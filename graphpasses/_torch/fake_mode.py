@@ -16,13 +16,9 @@ from torch._decomp import decomposition_table
 from torch._dispatch.python import no_python_dispatcher
 from torch._guards import active_fake_mode as active_fake_mode
 from torch._prims_common import is_contiguous_for_memory_format_or_false
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_impls import op_implementations_dict
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-    in_kernel_invocation_manager,
-    unset_fake_temporarily,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._mode_utils import no_dispatch
 
@@ -88,27 +84,15 @@ def fake_tensors_of(mode: FakeTensorMode) -> list[FakeTensor]:
 
 # Operators whose decompositions, of which torch makes fake results, give other strides than their kernels. Each was
 # found by running both on permuted tensors. Source: the `TORCH_META_FUNC`s of ATen's native kernels.
-_LIKE_FIRST = frozenset(
-    {
-        aten.elu_backward.default,
-        aten.floor_divide.default,
-        aten.hardsigmoid_backward.default,
-        aten.hardswish_backward.default,
-        aten.hardtanh_backward.default,
-        aten.logit_backward.default,
-        aten.softplus_backward.default,
-    }
-)
-_CONTIGUOUS = frozenset(
-    {
-        aten._log_softmax_backward_data.default,
-        aten.huber_loss_backward.default,
-        aten.log_sigmoid_forward.default,
-        aten.mse_loss_backward.default,
-        aten.native_layer_norm_backward.default,
-        aten.smooth_l1_loss_backward.default,
-    }
-)
+_LIKE_FIRST = {
+    aten.elu_backward.default, aten.floor_divide.default, aten.hardsigmoid_backward.default,
+    aten.hardswish_backward.default, aten.hardtanh_backward.default, aten.logit_backward.default,
+    aten.softplus_backward.default,
+}  # fmt: skip
+_CONTIGUOUS = {
+    aten._log_softmax_backward_data.default, aten.huber_loss_backward.default, aten.log_sigmoid_forward.default,
+    aten.mse_loss_backward.default, aten.native_layer_norm_backward.default, aten.smooth_l1_loss_backward.default,
+}  # fmt: skip
 # In the memory format that the input, the argument at this index, suggests.
 _IN_FORMAT_OF = {aten.native_batch_norm.default: 0, aten.native_batch_norm_backward.default: 1}
 
@@ -180,7 +164,7 @@ def _view(
     is_plain = is_fake(tensor) and not tensor._has_symbolic_sizes_strides
     if not is_plain or any(isinstance(size, torch.SymInt) for size in shape):
         return torchs(mode, view, tensor, shape)
-    with in_kernel_invocation_manager(mode):
+    with fake_tensor.in_kernel_invocation_manager(mode):
         result = view(tensor, shape)
     return FakeTensor(mode, result, tensor.device)
 
@@ -233,23 +217,12 @@ def _in_format_of(index: int, value: torch.Tensor, *args: Any) -> torch.Tensor:
 
 # What FakeTensorMode does by running the meta kernel alone, with the device of the inputs. Dispatched to the mode, a
 # call takes ten times as long. Tested: 2.13.
-_BY_META_KERNEL = frozenset(
-    {
-        aten._chunk_cat.default,
-        aten._to_copy.default,
-        aten.cat.default,
-        aten.div.Scalar,
-        aten.reshape.default,
-        aten.split_with_sizes.default,
-        aten.split_with_sizes_copy.default,
-        aten.view.default,
-        aten.view.dtype,
-        collectives.all_gather_into_tensor.default,
-        collectives.all_reduce.default,
-        collectives.reduce_scatter_tensor.default,
-        collectives.wait_tensor.default,
-    }
-)
+_BY_META_KERNEL = {
+    aten._chunk_cat.default, aten._to_copy.default, aten.cat.default, aten.div.Scalar, aten.reshape.default,
+    aten.split_with_sizes.default, aten.split_with_sizes_copy.default, aten.view.default, aten.view.dtype,
+    collectives.all_gather_into_tensor.default, collectives.all_reduce.default,
+    collectives.reduce_scatter_tensor.default, collectives.wait_tensor.default,
+}  # fmt: skip
 _PLAIN = frozenset({float, int, str, torch.dtype})
 
 
@@ -266,7 +239,7 @@ def fake_call(mode: FakeTensorMode, target: Any, args: tuple[Any, ...], kwargs: 
                 # What it is given is kept by nodes, and one that is written in place may get other sizes.
                 args, kwargs = pytree.tree_map(_alias, (args, dict(kwargs)))
             return target(*args, **kwargs)
-    with in_kernel_invocation_manager(mode), torch._C._AutoDispatchBelowAutograd():
+    with fake_tensor.in_kernel_invocation_manager(mode), torch._C._AutoDispatchBelowAutograd():
         result = target(*args, **kwargs)
     if isinstance(result, torch.Tensor):
         return FakeTensor(mode, result, device)
@@ -332,5 +305,5 @@ def outside_tracing() -> Iterator[None]:
     The Python dispatcher, which is on while AOTAutograd traces, keeps the GIL while an operator runs. A collective
     would then wait for gloo's queue, whose thread may hold it and wait for the GIL, to free what an earlier one used.
     """
-    with no_dispatch(), unset_fake_temporarily(), no_python_dispatcher():
+    with no_dispatch(), fake_tensor.unset_fake_temporarily(), no_python_dispatcher():
         yield

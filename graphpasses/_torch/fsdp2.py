@@ -9,13 +9,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultAllGather,
-    DefaultReduceScatter,
-    ProcessGroupAllocAllGather,
-    ProcessGroupAllocReduceScatter,
-    _get_gradient_divide_factors,
-)
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -198,14 +193,7 @@ def _read_group(
     shard_group = group._reduce_scatter_process_group
     replicate_group = group._all_reduce_process_group if isinstance(mesh_info, HSDPMeshInfo) else None
     wire_dtype = reduce_dtype(group, name)
-    predivide, postdivide, *ops = _get_gradient_divide_factors(
-        shard_group,
-        replicate_group,
-        wire_dtype,
-        group.device.type,
-        group.gradient_divide_factor,
-        group.force_sum_reduction_for_comms,
-    )
+    predivide, postdivide, *ops = divide_factors(group, shard_group, replicate_group, wire_dtype)
     # What is multiplied by one before it is added keeps its bits; torchtitan divides by its number of tokens instead.
     is_plain_sum = group.gradient_divide_factor == 1
     reduce_scatter_op: str | None
@@ -251,6 +239,14 @@ def _read_group(
     )
 
 
+def divide_factors(
+    group: FSDPParamGroup, shard_group: Any, replicate_group: Any, dtype: torch.dtype
+) -> tuple[float | None, float | None, Any, Any]:
+    """Returns by what a group divides gradients before and after it reduces them, and both its reductions."""
+    settings = group.gradient_divide_factor, group.force_sum_reduction_for_comms
+    return _get_gradient_divide_factors(shard_group, replicate_group, dtype, group.device.type, *settings)
+
+
 def op_name(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> ReduceOpName | None:
     """Returns the name of a reduction that functional collectives have; None for PREMUL_SUM."""
     if op == dist.ReduceOp.AVG:
@@ -268,10 +264,10 @@ SETTINGS = {
     "mp_policy": "mp_policy",
 }
 _COPY_OR_ADD_AS_NCCL = (
-    DefaultAllGather,
-    DefaultReduceScatter,
-    ProcessGroupAllocAllGather,
-    ProcessGroupAllocReduceScatter,
+    _fsdp_collectives.DefaultAllGather,
+    _fsdp_collectives.DefaultReduceScatter,
+    _fsdp_collectives.ProcessGroupAllocAllGather,
+    _fsdp_collectives.ProcessGroupAllocReduceScatter,
 )
 
 

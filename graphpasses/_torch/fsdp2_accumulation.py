@@ -132,16 +132,20 @@ def _is_partial(group: FSDPParamGroup) -> bool:
 
 def unreduced_gradient(parameter: FSDPParam) -> torch.Tensor | None:
     """Returns a parameter's whole gradient on this rank, which waits to be reduced."""
-    total: torch.Tensor | None = getattr(parameter, "unsharded_accumulated_grad", None)
-    leaf = getattr(parameter, "_unsharded_param", None)
-    return total if total is not None or leaf is None else leaf.grad
+    found = (getattr(owner, name) for owner, name in _places(parameter))
+    return next((each for each in found if each is not None), None)
 
 
 def _clear(parameter: FSDPParam) -> None:
-    if hasattr(parameter, "unsharded_accumulated_grad"):
-        parameter.unsharded_accumulated_grad = None
-    if hasattr(parameter, "_unsharded_param"):
-        parameter._unsharded_param.grad = None
+    for owner, name in _places(parameter):
+        setattr(owner, name, None)
+
+
+def _places(parameter: FSDPParam) -> list[tuple[Any, str]]:
+    """Returns owners and names of the attributes in which a parameter keeps gradients."""
+    leaf = getattr(parameter, "_unsharded_param", None)
+    both: list[tuple[Any, str]] = [(parameter, "unsharded_accumulated_grad"), (leaf, "grad")]
+    return [(owner, name) for owner, name in both if hasattr(owner, name)]  # the first up to 2.14
 
 
 def _leaf(group: FSDPParamGroup, parameter: FSDPParam) -> nn.Parameter:
@@ -185,24 +189,16 @@ def accumulation_set_aside(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def accumulators_restored(model: nn.Module, *, copied: bool) -> Iterator[None]:
     """Puts back, after the block, what groups keep; with its values, if they are copied."""
-    before: list[tuple[Any, str, torch.Tensor | None]] = []
-    for group in fsdp_groups(model):
-        before.append((group, "_partial_reduce_output", group._partial_reduce_output))
-        for parameter in group.fsdp_params:
-            if hasattr(parameter, "unsharded_accumulated_grad"):
-                before.append((parameter, "unsharded_accumulated_grad", parameter.unsharded_accumulated_grad))
-            if hasattr(parameter, "_unsharded_param"):
-                before.append((parameter._unsharded_param, "grad", parameter._unsharded_param.grad))
-    values: Mapping[int, torch.Tensor] = {
-        index: local_part(value).clone()
-        for index, (*_, value) in enumerate(before)
-        if copied and value is not None
-    }
+    groups = fsdp_groups(model)
+    places = [place for group in groups for parameter in group.fsdp_params for place in _places(parameter)]
+    places += [(group, "_partial_reduce_output") for group in groups]
+    before = [(owner, name, getattr(owner, name)) for owner, name in places]
+    copies = [local_part(value).clone() if copied and value is not None else None for _, _, value in before]
     try:
         yield
     finally:
         with torch.no_grad():
-            for index, (owner, name, value) in enumerate(before):
-                if value is not None and index in values:
-                    local_part(value).copy_(values[index])
+            for (owner, name, value), copy in zip(before, copies, strict=True):
+                if copy is not None:
+                    local_part(value).copy_(copy)
                 setattr(owner, name, value)

@@ -18,22 +18,14 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _from_local_no_grad
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
-from graphpasses._torch.fsdp2 import (
-    fsdp_groups,
-    fsdp_states,
-    group_name,
-    op_name,
-    parameter_groups,
-    refuse_custom_communication,
-    reshard,
-)
+from graphpasses._torch import fsdp2
+from graphpasses._torch.fsdp2 import fsdp_groups, fsdp_states
 from graphpasses._torch.fsdp2_dtypes import (
     KEEPS_GRADIENT_DTYPES,
     check_kept_dtypes,
@@ -53,11 +45,11 @@ _RETURNS_STREAM = "post_reduce_stream" in _post_backward.__code__.co_varnames
 def prepare_for_tracing(model: nn.Module) -> None:
     """Lets FSDP2 settle what it settles at the first forward, and shards every parameter.
 
-    Raises where :func:`parameter_groups` does, and where a group communicates in a way that a graph cannot, gathers
+    Raises where `parameter_groups` does, and where a group communicates in a way that a graph cannot, gathers
     its parameters otherwise than by copying them, or keeps them on the CPU.
     """
-    parameter_groups(model)
-    refuse_custom_communication(fsdp_groups(model))
+    fsdp2.parameter_groups(model)
+    fsdp2.refuse_custom_communication(fsdp_groups(model))
     inside: set[nn.Module] = set()
     for module, state in fsdp_states(model):
         if module not in inside:  # a root: the first that runs forward
@@ -69,7 +61,7 @@ def prepare_for_tracing(model: nn.Module) -> None:
                 )
         inside.update(module.modules())
     groups = fsdp_groups(model)
-    reshard(groups)
+    fsdp2.reshard(groups)
     for parameter in (p for group in groups for p in group.fsdp_params):
         fqn = parameter._param_fqn or parameter._module_info.param_name
         if hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):
@@ -247,23 +239,16 @@ def _reduce(
     parameters: list[FSDPParam] = call["fsdp_params"]
     gradients: list[Tensor] = call["unsharded_grads"]
     if KEEPS_GRADIENT_DTYPES:
-        kept: torch.dtype | None = check_kept_dtypes(group_name(group), parameters)
+        kept: torch.dtype | None = check_kept_dtypes(fsdp2.group_name(group), parameters)
     else:
         _check_dtypes(group, parameters, gradients)
         kept = call["orig_dtype"]
     process_group, all_reduce_group = call["reduce_scatter_group"], call["all_reduce_group"]
     num_shards = process_group.size()
     dtype = call["reduce_dtype"] or gradients[0].dtype
-    predivide, postdivide, *ops = _get_gradient_divide_factors(
-        process_group,
-        all_reduce_group,
-        dtype,
-        call["device"].type,
-        call["gradient_divide_factor"],
-        call["force_sum_reduction_for_comms"],
-    )
+    predivide, postdivide, *ops = fsdp2.divide_factors(group, process_group, all_reduce_group, dtype)
     # PREMUL_SUM by one is a sum; others are refused before the trace, see `parameter_groups`.
-    reduce_scatter_op, all_reduce_op = (op_name(op) or "sum" for op in ops)
+    reduce_scatter_op, all_reduce_op = (fsdp2.op_name(op) or "sum" for op in ops)
     rows = [
         torch.cat(gradient.chunk(num_shards, p.fsdp_placement.dim))
         if p.fsdp_placement.dim != 0 and num_shards > 1
@@ -282,7 +267,7 @@ def _reduce(
         )
         value = collectives.wait_tensor.default(value)
     else:
-        value = _divided(packed, call["gradient_divide_factor"])
+        value = _divided(packed, group.gradient_divide_factor)
     if all_reduce_group is not None and own is not None:
         value = collectives.wait_tensor.default(own.all_reduce(value, all_reduce_group))
     elif all_reduce_group is not None:
@@ -319,7 +304,7 @@ def _check_dtypes(group: FSDPParamGroup, parameters: list[FSDPParam], gradients:
     if len(fqns) > 1:
         found = "; ".join(f"{dtype} of {', '.join(map(repr, names))}" for dtype, names in fqns.items())
         raise CaptureError(
-            f"FSDP2 group {group_name(group)!r} has gradients of several dtypes, which eager FSDP2 refuses to "
+            f"FSDP2 group {fsdp2.group_name(group)!r} has gradients of several dtypes, which eager FSDP2 refuses to "
             f"reduce: {found}. Give all gradients of the group one dtype, or shard the module of the others by itself"
         )
 
@@ -345,20 +330,14 @@ class Reductions:
     @property
     def late(self) -> set[Tensor]:
         """Parameters of groups that may reduce before all gradients are there, and so what has waited by itself."""
-        return {
-            parameter
-            for times in self.ready.values()
-            for parameter in set().union(*times)
-            if times[0] != set().union(*times)
-        }
+        ready = ((times[0], set().union(*times)) for times in self.ready.values())
+        return set().union(*(parameters for first, parameters in ready if first != parameters))
 
 
 def post_backward_seen(group: FSDPParamGroup, reductions: Reductions, *unused: Any) -> None:
     """Runs a group's own, and notes which gradients are there."""
     leaves = {p.sharded_param: getattr(p, "_unsharded_param", None) for p in group.fsdp_params}
-    ready: set[Tensor] = {
-        parameter for parameter, leaf in leaves.items() if getattr(leaf, "grad", None) is not None
-    }
+    ready: set[Tensor] = {p for p, leaf in leaves.items() if getattr(leaf, "grad", None) is not None}
     reductions.ready.setdefault(group, []).append(ready)
     type(group).post_backward(group, *unused)
 

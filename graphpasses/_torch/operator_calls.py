@@ -13,24 +13,9 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from graphpasses._torch import operator_facts as facts
 from graphpasses._torch.fake_mode import is_fake, outside_tracing
-from graphpasses._torch.operator_facts import (
-    LIFT_FRESH,
-    TensorFacts,
-    accumulates,
-    arguments_to_save,
-    computes_nothing,
-    copies_nothing,
-    facts_of_value,
-    known_numbers,
-    memory_of,
-    numbers_of,
-    one_hot,
-    read_tensors,
-    tensors,
-    with_sources,
-    writes_first,
-)
+from graphpasses._torch.operator_facts import LIFT_FRESH, TensorFacts, memory_of, read_tensors, tensors
 from graphpasses._torch.operator_recorder import OperatorRecorder
 from graphpasses._torch.recorded_operator import Operator
 
@@ -103,29 +88,31 @@ class OperatorCalls(OperatorRecorder):  # type: ignore[no-untyped-call]
         where = self.where(caller)
         if where is not None:
             self._save(func, args, kwargs)
-        if copies_nothing(func, args):
+        if facts.copies_nothing(func, args):
             result = func(*args, **kwargs)
             self._made(result, self._origin(args[0]))
             return result
-        is_left_out = where is None or computes_nothing(func) or (where.line is None and accumulates())
+        is_left_out = (
+            where is None or facts.computes_nothing(func) or (where.line is None and facts.accumulates())
+        )
         if where is None or is_left_out or (where.in_backward and where.by_torch and not self._formulas):
             results = func(*args, **kwargs)
             self._trace_origins(func, args, kwargs, results, None if is_left_out else FORMULA)
             return results
         inputs = (
-            (numbers_of(args[0]),)
+            (facts.numbers_of(args[0]),)
             if func is LIFT_FRESH
             else tuple(map(self._facts, (*args, *kwargs.values())))
         )
         results = func(*args, **kwargs)
         self._trace_origins(func, args, kwargs, results, len(self.calls))
         operator = str(func)
-        if where.by_torch and writes_first(func) and not isinstance(self._origin(args[0]), str):
+        if where.by_torch and facts.writes_first(func) and not isinstance(self._origin(args[0]), str):
             operator = operator.replace("_.", ".", 1)
             self._made(args[0], (len(self.calls), 0))  # whoever reads this memory again reads something else
         flat = results if isinstance(results, (tuple, list)) else (results,)
         self.calls.append(Operator(operator, where, inputs, tuple(map(self._facts, flat))))
-        if (found := one_hot(self.calls)) is not None:
+        if (found := facts.one_hot(self.calls)) is not None:
             ids, num_calls = found
             del self.calls[-num_calls:]
             self._made(results, (len(self.calls), 0))
@@ -136,7 +123,7 @@ class OperatorCalls(OperatorRecorder):  # type: ignore[no-untyped-call]
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: Any, position: int | None
     ) -> None:
         """Notes of each result whether its memory is an argument's, or was made by the call at a position."""
-        for index, (value, source) in enumerate(with_sources(func, args, kwargs, results)):
+        for index, (value, source) in enumerate(facts.with_sources(func, args, kwargs, results)):
             if not isinstance(value, torch.Tensor):
                 continue
             memory = memory_of(value)
@@ -156,7 +143,7 @@ class OperatorCalls(OperatorRecorder):  # type: ignore[no-untyped-call]
             self._kept.append(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
 
     def _save(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        for index, name in arguments_to_save(func):
+        for index, name in facts.arguments_to_save(func):
             value = args[index] if index < len(args) else kwargs.get(name)
             if isinstance(value, torch.Generator):
                 self._generators.setdefault(id(value), (value, value.get_state()))
@@ -178,17 +165,17 @@ class OperatorCalls(OperatorRecorder):  # type: ignore[no-untyped-call]
                 is_strided = value.layout == torch.strided
                 return TensorFacts(
                     self._origin(value),
-                    known_numbers((value.storage_offset(),))[0] if is_strided else None,
+                    facts.known_numbers((value.storage_offset(),))[0] if is_strided else None,
                     value.dtype,
                     value.device.type,
-                    known_numbers(value.shape),
-                    known_numbers(value.stride()) if is_strided else (),
+                    facts.known_numbers(value.shape),
+                    facts.known_numbers(value.stride()) if is_strided else (),
                 )
             case list() | tuple():
                 return tuple(map(self._facts, value))
             case dict():
                 return tuple((key, self._facts(each)) for key, each in value.items())
-        return facts_of_value(value)
+        return facts.facts_of_value(value)
 
     def _origin(self, tensor: torch.Tensor) -> str | tuple[int, int]:
         if memory_of(tensor) not in self._origins:

@@ -172,17 +172,10 @@ def with_sources(
 @cache
 def _sources(func: Any) -> tuple[tuple[tuple[int, str], ...], ...]:
     """Returns, for each result of an operator, positions and names of the arguments whose memory it may have."""
-    aliases = [each.alias_info for each in func._schema.returns]
-    return tuple(
-        tuple(
-            (position, argument.name)
-            for position, argument in enumerate(func._schema.arguments)
-            if alias is not None
-            and argument.alias_info is not None
-            and alias.before_set & argument.alias_info.before_set
-        )
-        for alias in aliases
-    )
+    arguments = [(position, argument) for position, argument in enumerate(func._schema.arguments)]
+    aliased = [(position, each.name, each.alias_info) for position, each in arguments if each.alias_info]
+    sets = [each.alias_info.before_set if each.alias_info else set() for each in func._schema.returns]
+    return tuple(tuple((p, name) for p, name, info in aliased if info.before_set & each) for each in sets)
 
 
 @cache

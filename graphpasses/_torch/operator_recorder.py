@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self, cast
@@ -19,12 +19,8 @@ from torch.nn import functional as F
 
 # Modes are pushed by hand: TorchDispatchMode.__enter__ also sets flags of the process, which ranks that are threads
 # would leave set, and which make Dynamo compile nothing. Tested: 2.13.
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _pop_mode,
-    _push_mode,
-    is_traceable_wrapper_subclass_type,
-)
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from graphpasses._torch.operator_facts import NOT_THE_USERS
 from graphpasses._torch.recorded_operator import Phase, Where
@@ -46,14 +42,8 @@ _LEFT_OUT = frozenset(
 _WRAPPERS = 2  # functions that keep Dynamo from a mode: of `_fn` and `inner`. Tested: 2.13.
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 # Functions that leave to C++ whether it adds in place: autograd's engine, and who calls `linear`. Tested: 2.13.
-_CALLERS = {
-    _ENGINE,
-    nn.Linear.forward.__code__,
-    *(
-        getattr(F, name).__code__
-        for name in ("_in_projection", "_in_projection_packed", "multi_head_attention_forward")
-    ),
-}
+_CALL_LINEAR = ("_in_projection", "_in_projection_packed", "multi_head_attention_forward")
+_CALLERS = {_ENGINE, nn.Linear.forward.__code__, *(getattr(F, name).__code__ for name in _CALL_LINEAR)}
 _CALL_MODULE = nn.Module._wrapped_call_impl.__code__
 
 
@@ -85,7 +75,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> Self:
         self._root = sys._getframe(1)
         if self._is_mode:
-            _push_mode(self)
+            _python_dispatch._push_mode(self)
             return self
         _register()
         _propagation.begin()
@@ -96,7 +86,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __exit__(self, *_: object) -> None:
         if self._is_mode:
-            _pop_mode()
+            _python_dispatch._pop_mode()
         else:
             self._guard.__exit__(None, None, None)
             del self._guard, _thread.recorder
@@ -131,21 +121,16 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node = torch._C._current_autograd_node()
         phase: Phase = "optimizer" if in_optimizer else "" if module is None else "forward"
         if node is None:
-            where = Where(
-                module or "", line, in_backward=False, by_torch=caller.f_code in _CALLERS, phase=phase
-            )
+            is_torchs = caller.f_code in _CALLERS
+            where = Where(module or "", line, in_backward=False, by_torch=is_torchs, phase=phase)
             # The node of autograd that this call is the forward of has been made by now.
             self._nodes.setdefault(torch.autograd._get_sequence_nr() - 1, where)
             return where
         owner = self._owners.get(id(getattr(node, "variable", None)), "")  # of the gradient that is added to
         forward = self._nodes.get(node._sequence_nr(), Where(owner, None, False))
-        return Where(
-            forward.module if module is None else module,
-            line or forward.line,
-            in_backward=True,
-            by_torch=module is None and line is None,
-            phase="optimizer" if in_optimizer else "backward",
-        )
+        is_torchs, phase = module is None and line is None, "optimizer" if in_optimizer else "backward"
+        fqn = forward.module if module is None else module
+        return Where(fqn, line or forward.line, in_backward=True, by_torch=is_torchs, phase=phase)
 
 
 @contextmanager
@@ -167,57 +152,28 @@ _thread = threading.local()
 
 
 class _Propagation:
-    """Keeps the key away while DTensor runs an operator on fake tensors, whose kernels do not know it.
-
-    It takes the place of DTensor's lock meanwhile; in torch 2.11, without one, the method that runs the operator is
-    wrapped.
-    """
-
-    _name = (
-        "_fake_mode_lock"
-        if hasattr(ShardingPropagator, "_fake_mode_lock")
-        else "_propagate_tensor_meta_non_cached"
-    )
+    """Keeps the key away while DTensor runs an operator on fake tensors, whose kernels do not know it."""
 
     def __init__(self) -> None:
         self._lock, self._num_blocks = threading.Lock(), 0
+        self._propagator: Any = ShardingPropagator
         self._original: Any = None
-        self._guards = threading.local()
 
     def begin(self) -> None:
         with self._lock:
             if self._num_blocks == 0:
-                self._original = getattr(ShardingPropagator, self._name)
-                instead = self if self._name == "_fake_mode_lock" else _without_key(self._original)
-                setattr(ShardingPropagator, self._name, instead)
+                self._original = self._propagator._propagate_tensor_meta_non_cached
+                self._propagator._propagate_tensor_meta_non_cached = unseen()(self._original)
             self._num_blocks += 1
 
     def end(self) -> None:
         with self._lock:
             self._num_blocks -= 1
             if self._num_blocks == 0:
-                setattr(ShardingPropagator, self._name, self._original)
-
-    def __enter__(self) -> None:
-        stack = ExitStack()
-        stack.enter_context(self._original)
-        stack.enter_context(torch._C._ExcludeDispatchKeyGuard(_KEYS))
-        self._guards.stacks = [*getattr(self._guards, "stacks", ()), stack]
-
-    def __exit__(self, *error: Any) -> None:
-        self._guards.stacks.pop().__exit__(*error)
+                self._propagator._propagate_tensor_meta_non_cached = self._original
 
 
-def _without_key(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_KEYS):
-            return method(*args, **kwargs)
-
-    return run
-
-
-_propagation: Any = _Propagation()
+_propagation = _Propagation()
 
 
 @functools.cache

@@ -19,19 +19,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from graphpasses._torch import operator_facts as facts
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_accumulation import unreduced_gradient
 from graphpasses._torch.group_ranks import group_ranks, named_group_ranks
-from graphpasses._torch.operator_facts import (
-    NOT_THE_USERS,
-    computes_nothing,
-    copies_nothing,
-    facts_of_value,
-    kind_of,
-    memory_of,
-    tensors,
-)
+from graphpasses._torch.operator_facts import NOT_THE_USERS, kind_of, memory_of, tensors
 from graphpasses._torch.operator_recorder import OPTIMIZERS, OperatorRecorder, unseen
 from graphpasses._torch.pytree import tree_leaves, tree_map
 from graphpasses._torch.recorded_operator import MODULE_FQN, Operator, Phase, Value, Where
@@ -107,8 +100,8 @@ class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
         where, node = self._origin_of(caller)
         if (
             where is None
-            or (computes_nothing(func) and func is not _TO_PYTHON)
-            or copies_nothing(func, args)
+            or (facts.computes_nothing(func) and func is not _TO_PYTHON)
+            or facts.copies_nothing(func, args)
             or not isinstance(func, torch._ops.OpOverload)
             or any(is_fake(each) for each in tensors((*args, *kwargs.values())))
         ):
@@ -126,17 +119,8 @@ class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
         outputs = self._outputs(func, given, results)
         if keeps:
             self.kept[self._num_calls] = {"operator": str(func), **kept, "results": _copied(results)}
-        self.report(
-            Operator(
-                operator=str(func),
-                where=where,
-                node=node,
-                arguments=tuple(_texts(func, given)),
-                inputs=inputs,
-                outputs=outputs,
-                is_collective=func.namespace in (*_FUNCTIONAL, "c10d"),
-            )
-        )
+        communicates, arguments = func.namespace in (*_FUNCTIONAL, "c10d"), tuple(_texts(func, given))
+        self.report(Operator(str(func), where, inputs, outputs, arguments, node, communicates))
         return results
 
     def _origin_of(self, caller: FrameType) -> tuple[Where | None, str]:
@@ -204,9 +188,9 @@ def _texts(func: Any, given: list[tuple[str, Any]]) -> Iterator[str]:
         elif name in _GROUP_NAMES and isinstance(value, str) and func.namespace in _FUNCTIONAL:
             yield f"ranks={list(named_group_ranks(value))}"
         elif isinstance(value, (list, tuple)):
-            yield f"{name}={list(map(facts_of_value, value))}"
+            yield f"{name}={list(map(facts.facts_of_value, value))}"
         elif value is not None:
-            yield f"{name}={facts_of_value(value)}"
+            yield f"{name}={facts.facts_of_value(value)}"
 
 
 def _written(func: Any, given: list[tuple[str, Any]]) -> list[tuple[str, Tensor]]:
@@ -297,25 +281,15 @@ def _report(
     made: Value,
 ) -> None:
     fqn = parameter._param_fqn or parameter._module_info.param_name
-    ranks = [list(group_ranks(group._reduce_scatter_process_group))]
-    if operator == REDUCE and group._is_hsdp:
-        ranks.append(list(group_ranks(group._all_reduce_process_group)))
-    options = (f"gradient_divide_factor={group.gradient_divide_factor}",) if operator == REDUCE else ()
-    stream.report(
-        Operator(
-            operator=operator,
-            where=Where(
-                fqn.rpartition(".")[0],
-                None,
-                in_backward=operator == REDUCE,
-                phase="reduction" if operator == REDUCE else "forward",
-            ),
-            arguments=(fqn, *(f"ranks={each}" for each in ranks), *options),
-            inputs=(read,),
-            outputs=(made,),
-            is_collective=True,
-        )
-    )
+    is_reduced = operator == REDUCE
+    phase: Phase = "reduction" if is_reduced else "forward"
+    arguments = [fqn, f"ranks={list(group_ranks(group._reduce_scatter_process_group))}"]
+    if is_reduced and group._is_hsdp:
+        arguments.append(f"ranks={list(group_ranks(group._all_reduce_process_group))}")
+    if is_reduced:
+        arguments.append(f"gradient_divide_factor={group.gradient_divide_factor}")
+    where = Where(fqn.rpartition(".")[0], None, in_backward=is_reduced, phase=phase)
+    stream.report(Operator(operator, where, (read,), (made,), tuple(arguments), is_collective=True))
 
 
 _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<function>.*)')

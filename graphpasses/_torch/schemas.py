@@ -18,19 +18,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
 
 # Their schemas do not say that they write the running statistics that they are given. Source: ATen's kernels.
-_WRITE_RUNNING_STATISTICS = frozenset(
-    {
-        "aten::_batch_norm_impl_index",
-        "aten::batch_norm",
-        "aten::batch_norm_gather_stats",
-        "aten::batch_norm_gather_stats_with_counts",
-        "aten::batch_norm_update_stats",
-        "aten::cudnn_batch_norm",
-        "aten::instance_norm",
-        "aten::miopen_batch_norm",
-        "aten::native_batch_norm",
-    }
-)
+_WRITE_RUNNING_STATISTICS = (
+    "aten::_batch_norm_impl_index", "aten::batch_norm", "aten::batch_norm_gather_stats",
+    "aten::batch_norm_gather_stats_with_counts", "aten::batch_norm_update_stats", "aten::cudnn_batch_norm",
+    "aten::instance_norm", "aten::miopen_batch_norm", "aten::native_batch_norm",
+)  # fmt: skip
 
 
 def is_operator(target: Any) -> bool:

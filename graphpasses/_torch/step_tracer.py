@@ -128,14 +128,8 @@ def _unwrapped(values: Sequence[Any]) -> tuple[list[Any], dict[int, SimpleNamesp
             part if isinstance(part, torch.Tensor) and is_tensor_subclass(part) else None for part in parts
         ]
         metas = {attr: (1, inner) for attr, inner in zip(attrs, nested, strict=True)}
-        meta = SimpleNamespace(  # as torchtitan's ``SubclassMeta``
-            cls=type(value),
-            attrs=attrs,
-            ctx=context,
-            inner_metas=metas,
-            outer_size=value.size(),
-            outer_stride=value.stride(),
-        )
+        meta = SimpleNamespace(cls=type(value), attrs=attrs, ctx=context, inner_metas=metas)
+        meta.outer_size, meta.outer_stride = value.size(), value.stride()  # as torchtitan's ``SubclassMeta``
         layouts[index] = SimpleNamespace(num_tensors=len(parts), meta=meta)
         plain += parts
     return plain, layouts
@@ -187,12 +181,8 @@ def _backward_marked() -> Iterator[None]:
 def _name_backward_by_forward(gm: fx.GraphModule) -> None:
     """Gives nodes of backward the source line and the annotations of the call of forward that they differentiate."""
     graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
-    nodes = [
-        node
-        for graph in graphs
-        for node in graph.nodes
-        if node.op in ("call_function", "get_attr") and "seq_nr" in node.meta
-    ]
+    each = (node for graph in graphs for node in graph.nodes if node.op in ("call_function", "get_attr"))
+    nodes = [node for node in each if "seq_nr" in node.meta]
     forward: dict[int, fx.Node] = {}
     for node in nodes:
         if not node.meta.get("autograd_backward"):

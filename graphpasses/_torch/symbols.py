@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -12,21 +12,10 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 from torch._guards import TracingContext, detect_fake_mode
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    UnsupportedOperatorException,
-)
-from torch.fx.experimental import _config, proxy_tensor
-from torch.fx.experimental.symbolic_shapes import (
-    CallMethodKey,
-    ConvertIntKey,
-    GuardOnDataDependentSymNode,
-    ShapeEnv,
-    free_unbacked_symbols,
-    resolve_unbacked_bindings,
-)
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental import _config, proxy_tensor, symbolic_shapes
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.utils._pytree import SequenceKey, key_get, tree_map
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -76,7 +65,7 @@ def can_unify_sizes(node: fx.Node, other: fx.Node) -> bool:
     bindings = node.meta.get("unbacked_bindings") or {}
     for size in _sizes(node.meta.get("val")):
         if isinstance(size, torch.SymInt):
-            brought = resolve_unbacked_bindings(size.node.shape_env, bindings) or {}
+            brought = symbolic_shapes.resolve_unbacked_bindings(size.node.shape_env, bindings) or {}
             return all(
                 brought.keys().isdisjoint(free_unbacked_symbols(same)) for same in _sizes(other.meta["val"])
             )
@@ -164,9 +153,9 @@ def dim_hint(spec: object) -> tuple[str, int | None, int | None] | None:
 
 
 # What torch raises where it cannot decide.
-UNDECIDED = (GuardOnDataDependentSymNode, DataDependentOutputException)
+UNDECIDED = (symbolic_shapes.GuardOnDataDependentSymNode, fake_tensor.DataDependentOutputException)
 # What it raises where an operator has no fake result.
-UNTRACEABLE = (DynamicOutputShapeException, UnsupportedOperatorException)
+UNTRACEABLE = (fake_tensor.DynamicOutputShapeException, fake_tensor.UnsupportedOperatorException)
 
 _aten = torch.ops.aten
 
@@ -227,13 +216,14 @@ def decided_by_values(
                 return a.shape == b.shape and (a == b).all().item()
         return call(mode, func, pre_dispatch, args, kwargs)
 
-    with ExitStack() as stack:
-        patch: Any = mock.patch.object
-        stack.enter_context(patch(shape_env, "real_tensor_prop_unbacked_vals", values))
-        stack.enter_context(patch(shape_env, "guard_or_defer_runtime_assert", assume))
-        stack.enter_context(patch(shape_env, "_log_real_tensor_propagation", lambda *args: None))
-        stack.enter_context(patch(proxy_tensor, "proxy_call", traced_call))
-        stack.enter_context(sizes_decided_by(shape_env, decided))
+    patch: Any = mock.patch.object
+    with (
+        patch(shape_env, "real_tensor_prop_unbacked_vals", values),
+        patch(shape_env, "guard_or_defer_runtime_assert", assume),
+        patch(shape_env, "_log_real_tensor_propagation", lambda *args: None),
+        patch(proxy_tensor, "proxy_call", traced_call),
+        sizes_decided_by(shape_env, decided),
+    ):
         yield traced
 
 
@@ -278,18 +268,18 @@ def bound_symbols(node: fx.Node) -> dict[sympy.Symbol, Any]:
 
 def size_path(dim: int) -> Any:
     """Returns where in a tensor the size of a dim stands, as :func:`bound_symbols` names it."""
-    return CallMethodKey("size"), SequenceKey(dim)
+    return symbolic_shapes.CallMethodKey("size"), SequenceKey(dim)
 
 
 def is_size(path: Any) -> bool:
     """Whether what stands at a place, as :func:`bound_symbols` names it, is the size of a tensor."""
-    return any(isinstance(key, CallMethodKey) and key.name == "size" for key in path)
+    return any(isinstance(key, symbolic_shapes.CallMethodKey) and key.name == "size" for key in path)
 
 
 def value_at(value: Any, path: Any) -> bool | int | float:
     """Returns the number that stands at a place, as :func:`bound_symbols` names it, of a node's real value."""
     number: bool | int | float = key_get(
-        value, tuple(key for key in path if not isinstance(key, ConvertIntKey))
+        value, tuple(key for key in path if not isinstance(key, symbolic_shapes.ConvertIntKey))
     )
     return number
 

@@ -18,19 +18,10 @@ import torch
 from torch import fx, nn
 
 import graphpasses
+from graphpasses._torch import symbols as traced_symbols
 from graphpasses._torch.fake_mode import is_fake, outside_tracing
 from graphpasses._torch.schemas import inner_names, is_tensor_subclass
-from graphpasses._torch.symbols import (
-    UNDECIDED,
-    UNTRACEABLE,
-    as_number,
-    bound_symbols,
-    decided_by_values,
-    is_size,
-    size_condition,
-    size_path,
-    value_at,
-)
+from graphpasses._torch.symbols import bound_symbols, value_at
 from graphpasses.analysis.effects import Effects, operator_effects
 from graphpasses.errors import CaptureError
 from graphpasses.graph import GraphInput, InputKind
@@ -69,16 +60,16 @@ class Decisions:
         """
         self._start()
         try:
-            with decided_by_values(self._value_of, self._decided) as traced:
+            with traced_symbols.decided_by_values(self._value_of, self._decided) as traced:
                 yield
                 self.guards = self._make_guards(traced)
-        except UNDECIDED as error:
+        except traced_symbols.UNDECIDED as error:
             where = self._refusal or f"{user_line()}, and that value cannot be computed before the step"
             raise CaptureError(
                 f"loss_fn decides by a tensor's value (int(tensor), bool(tensor), a comparison) at {where}. A "
                 f"captured step decides by values of the batch, of buffers and of constants alone. {NO_DECISION}"
             ) from error
-        except UNTRACEABLE as error:
+        except traced_symbols.UNTRACEABLE as error:
             raise CaptureError(
                 f"loss_fn calls {error.func} at {line_of(error)}, which cannot be traced: the shape of its result "
                 "depends on values, or it has no fake kernel. Use another operator, or compute it outside"
@@ -113,17 +104,18 @@ class Decisions:
 
     def _make_guards(self, traced: Any) -> Guards | None:
         self._slices.follow(traced.graph)
-        sizes = self._size_decisions()
         stated = {symbol for decision in self._decisions for symbol in decision.condition.free_symbols}
         told = [
-            Decision(sympy.Eq(symbol, as_number(value), evaluate=False), "an operator of torch")
+            Decision(
+                sympy.Eq(symbol, traced_symbols.as_number(value), evaluate=False), "an operator of torch"
+            )
             for symbol, value in self._values.items()
             if symbol not in stated
         ]
         by_condition = {decision.condition: decision for decision in reversed((*self._decisions, *told))}
         decisions = [
             decision
-            for decision in (*reversed(by_condition.values()), *sizes)
+            for decision in (*reversed(by_condition.values()), *self._size_decisions())
             if self._slices.is_open(decision.condition)
             and self._slices.can_vary(decision.condition.free_symbols)
         ]
@@ -142,27 +134,21 @@ class Decisions:
             copies[node].meta = {}
         graph.output(())
         item_of = dict(zip(self._slices.placeholders, self._inputs, strict=True))
+        brought = {node: self._slices.symbols_of(node).items() for node in nodes}
+        sizes = frozenset(filter(self._slices.is_size_of_input, symbols))
         guards = Guards(
             module=fx.GraphModule(traced.root, graph),
             inputs=tuple(item_of[node][0] for node in nodes if node.op == "placeholder"),
             written=frozenset(copies[node].name for node in self._slices.written(nodes)),
             places={
-                copies[node].name: tuple(
-                    (symbol, path)
-                    for symbol, path in self._slices.symbols_of(node).items()
-                    if symbol in symbols
-                )
-                for node in nodes
-                if self._slices.symbols_of(node)
+                copies[node].name: tuple((symbol, path) for symbol, path in places if symbol in symbols)
+                for node, places in brought.items()
+                if places
             },
             decisions=tuple(decisions),
-            captured={
-                symbol: self._slices.size_of_input(symbol)
-                if self._slices.is_size_of_input(symbol)
-                else self._value_of(traced, symbol)
-                for symbol in symbols
-            },
-            sizes=frozenset(filter(self._slices.is_size_of_input, symbols)),
+            captured={s: self._slices.size_of_input(s) for s in sizes}
+            | {s: self._value_of(traced, s) for s in symbols - sizes},
+            sizes=sizes,
         )
         values = dict(self._inputs)
         with outside_tracing():
@@ -184,10 +170,10 @@ class Decisions:
             for dim in self._varying.get(item.fqn, {}) if item.kind is InputKind.BATCH else ():
                 size = node.meta["val"].shape[dim]
                 if isinstance(size, torch.SymInt):
-                    condition = size_condition(size)
+                    condition = traced_symbols.size_condition(size)
                 else:  # sizes 0 and 1 are constants of a trace
                     symbol = sympy.Dummy(integer=True, nonnegative=True)
-                    self._slices.bind(symbol, node, size_path(dim))
+                    self._slices.bind(symbol, node, traced_symbols.size_path(dim))
                     condition = sympy.Eq(symbol, size)
                 found.append(Decision(condition, f"dim {dim} of {item.fqn}"))
         return found
@@ -323,7 +309,7 @@ class _Slices:
         sizes = {
             symbol: sympy.Dummy(integer=True, nonnegative=True)
             for symbol in condition.free_symbols
-            if symbol in self._bound and is_size(self._bound[symbol][1])
+            if symbol in self._bound and traced_symbols.is_size(self._bound[symbol][1])
         }
         return condition.xreplace(sizes) is not sympy.true
 

@@ -218,21 +218,17 @@ def _lines(record: OperatorCalls) -> list[str]:
 
 
 def _compare_calls(traced: Sequence[Operator], eager: Sequence[Operator]) -> None:
-    if (index := first_divergence(traced, eager)) is not None:
-        raise FidelityError(
-            f"eager and the captured step {_part(index, traced, eager)}. Let the model compute the same whether it "
-            "is traced or not"
-        )
-
-
-def _part(index: int, traced: Sequence[Operator], eager: Sequence[Operator]) -> str:
-    """Says where two steps begin to differ."""
+    if (index := first_divergence(traced, eager)) is None:
+        return
     ours, theirs = (each[index] if index < len(each) else None for each in (traced, eager))
     here = (theirs or ours).where  # type: ignore[union-attr]
     there = f" in {ours.where}" if ours and theirs and str(ours.where) != str(here) else ""
     why = f" ({difference})" if ours and theirs and (difference := _difference(ours, theirs)) else ""
     calls = f"eager calls {_text(theirs)}, the graph {_text(ours)}{there}{why}"
-    return f"part at operator {index + 1}, in {here}: {calls}"
+    raise FidelityError(
+        f"eager and the captured step part at operator {index + 1}, in {here}: {calls}. Let the model compute the "
+        "same whether it is traced or not"
+    )
 
 
 def _difference(ours: Operator, theirs: Operator) -> str | None:

@@ -30,7 +30,10 @@ def refuse_model(model: nn.Module) -> None:
             "it off; graphpasses.ParityRecorder and `graphpasses locate` name the operator that wrote the first one"
         )
     for fqn, module in walk_modules(model):
-        if reason := _reject_reason(module):
+        reason = next((why for kind, why in _REFUSED_MODULES.items() if isinstance(module, kind)), None)
+        if is_compiled(module):
+            reason = "is compiled; capture the module that torch.compile was given, before it is compiled"
+        if reason:
             raise CaptureError(f"{f'module {fqn!r}' if fqn else 'the model'} {reason}")
     check_materialised(model, "before capturing its step")
     for fqn, parameter in model.named_parameters():
@@ -62,12 +65,6 @@ _REFUSED_MODULES: dict[type[nn.Module], str] = {
         "run; shard the plain model with fully_shard"
     ),
 }
-
-
-def _reject_reason(module: nn.Module) -> str | None:
-    if is_compiled(module):
-        return "is compiled; capture the module that torch.compile was given, before it is compiled"
-    return next((why for kind, why in _REFUSED_MODULES.items() if isinstance(module, kind)), None)
 
 
 # What torch says of a step that cannot be traced, and how it is refused.

@@ -82,11 +82,7 @@ def trace_step(
     def step(*args: Any) -> list[torch.Tensor | None]:
         # The tracer gives every name of a tied DTensor a tensor of its own, so ask for every name's gradient;
         # but names of one module, or of one plain tensor, still are one, whose gradient goes to the first.
-        named = {
-            fqn: parameter
-            for fqn, parameter in model.named_parameters(remove_duplicate=False)
-            if parameter.requires_grad
-        }
+        named = {fqn: p for fqn, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
         gradients_before = [parameter.grad for parameter in named.values()]
         for fqn, tensor in named_state(model):
             for name, value in own[fqn].items():

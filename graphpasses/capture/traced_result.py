@@ -79,14 +79,9 @@ def read_traced_result(
     leaves = traced.example_inputs[num_state : num_state + num_leaves]
     structure = BatchStructure.of(pytree.tree_unflatten(leaves, traced.user_inputs_spec)[0], TORCHREC)
     paths = [f"batch leaf {index}" for index in range(len(leaves))]
-    return read_step(
-        traced,
-        model,
-        structure,
-        [*zip(paths, leaves, strict=True)],
-        snapshot=Snapshot.of(model) if snapshot is None else snapshot,
-        fixed_signature=True,
-    )
+    named = [*zip(paths, leaves, strict=True)]
+    snapshot = Snapshot.of(model) if snapshot is None else snapshot
+    return read_step(traced, model, structure, named, snapshot=snapshot, fixed_signature=True)
 
 
 def read_step(
@@ -123,21 +118,17 @@ def read_step(
     outputs = [GraphOutput(OutputKind.LOSS, attr=attr) for attr in loss_attrs]
     outputs += _gradients(traced, [(fqn, parameters[fqn]) for fqn in trainable], first=1)
 
-    _check_described(traced.gm, inputs, outputs)
+    described = _described(traced.gm, model, identity, inputs, outputs)
     placeholders = traced.gm.graph.find_nodes(op="placeholder")
     step = CapturedStep(
         module=traced.gm if cuts is None else lazy_module(traced.gm, traced.gm.graph),
-        inputs=tuple(inputs),
-        outputs=tuple(outputs),
-        identity=identity,
-        parameters=parameter_infos(model, identity),
-        model=model,
         batch_structure=batch_structure,
         batch_leaves=tuple(batch_leaves),
         written=frozenset(
             item.fqn for item, node in zip(inputs, placeholders, strict=True) if is_written(node)
         ),
         cuts=None if cuts is None else replace(cuts, inputs=tuple(inputs), outputs=tuple(outputs)),
+        **described,
         **fields,
     )
     _keep_one_total(step)
@@ -165,34 +156,21 @@ def read_traced_stage(
         CaptureError: as there.
     """
     _make_views(traced.gm)
-    identity = IdentityMap.of(model)
     num_state, num_inputs = len(traced.state_fqns), traced.num_flat_inputs
     names = [(InputKind.VALUE, f"input {index}") for index in range(num_inputs - num_state - num_tangents)]
     names += [(InputKind.TANGENT, f"gradient of result {index}") for index in range(num_tangents)]
     inputs = _inputs(traced, model, names)
     trained = [each for each in model.named_parameters(remove_duplicate=False) if each[1].requires_grad]
-    layouts = traced.output_subclass_layouts
-    outputs: list[GraphOutput] = []
-    for index in range(num_results):
-        outputs += (
-            GraphOutput(OutputKind.VALUE, attr=attr) for attr in inner_attrs(layouts.get(index), "a result")
-        )
-    outputs += _gradients(traced, trained, first=num_results)
-    for index in range(num_results + len(trained), traced.num_flat_outputs):
-        outputs += (
-            GraphOutput(OutputKind.VALUE, attr=attr) for attr in inner_attrs(layouts.get(index), "a result")
-        )
-    _check_described(traced.gm, inputs, outputs)
-    graph = TrainGraph(
-        module=traced.gm,
-        inputs=tuple(inputs),
-        outputs=tuple(outputs),
-        identity=identity,
-        parameters=parameter_infos(model, identity),
-        model=model,
-        stage=Stage.JOINT,
-        fixed_signature=True,
-    )
+
+    def values(first: int, end: int) -> list[GraphOutput]:
+        layouts = map(traced.output_subclass_layouts.get, range(first, end))
+        attrs = (attr for layout in layouts for attr in inner_attrs(layout, "a result"))
+        return [GraphOutput(OutputKind.VALUE, attr=attr) for attr in attrs]
+
+    outputs = values(0, num_results) + _gradients(traced, trained, first=num_results)
+    outputs += values(num_results + len(trained), traced.num_flat_outputs)
+    described = _described(traced.gm, model, IdentityMap.of(model), inputs, outputs)
+    graph = TrainGraph(module=traced.gm, stage=Stage.JOINT, fixed_signature=True, **described)
     keep_unrounded(graph, model)
     return graph
 
@@ -231,9 +209,14 @@ def _gradients(
     return outputs
 
 
-def _check_described(
-    module: fx.GraphModule, inputs: Sequence[GraphInput], outputs: Sequence[GraphOutput]
-) -> None:
+def _described(
+    module: fx.GraphModule,
+    model: nn.Module,
+    identity: IdentityMap,
+    inputs: Sequence[GraphInput],
+    outputs: Sequence[GraphOutput],
+) -> dict[str, Any]:
+    """Returns what describes a traced graph; raises if it has other inputs or outputs."""
     num_placeholders = len(module.graph.find_nodes(op="placeholder"))
     num_outputs = len(module.graph.output_node().args[0])  # type: ignore[arg-type]
     if num_placeholders != len(inputs) or num_outputs != len(outputs):
@@ -241,6 +224,8 @@ def _check_described(
             f"the traced graph has {num_placeholders} placeholders and {num_outputs} outputs; its metadata "
             f"describes {len(inputs)} and {len(outputs)}"
         )
+    who = {"identity": identity, "parameters": parameter_infos(model, identity), "model": model}
+    return {"inputs": tuple(inputs), "outputs": tuple(outputs), **who}
 
 
 def _make_views(module: fx.GraphModule) -> None:

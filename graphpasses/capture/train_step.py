@@ -117,14 +117,8 @@ def capture_train_step(
     # Without a check one rank may capture for others, which wait for its step.
     consensus = RankConsensus.of_model(model if check else nn.Module())
     consensus.check_update(optimizers, clip_norm)
-    capture = partial(
-        _capture_alone,
-        loss_fn,
-        optimizers=optimizers,
-        clip_norm=clip_norm,
-        dynamic_shapes=dynamic_shapes,
-        check=check,
-    )
+    capture = partial(_capture_alone, loss_fn, optimizers=optimizers, clip_norm=clip_norm)
+    capture = partial(capture, dynamic_shapes=dynamic_shapes, check=check)
     # The eager step communicates: the other ranks would wait in it for one that could not trace.
     elsewhere = FailedElsewhereError("another rank could not capture the step; its message says why")
     with consensus.raised_together(elsewhere) as traced_everywhere:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,14 +76,11 @@ def trace_update(step: CapturedStep, source: UpdateSource) -> Update:
         ) from error
     names = {get_state(step.model, fqn): fqn for fqn, *_ in step.identity.parameters}
     facts = OptimizerFacts.of(optimizers, names, state, numbers.decisions)
-    return Update(
-        module,
-        inputs,
-        facts,
-        source.clip_norm,
-        step.model,
-        lambda fqns: trace_update(step, source.without(fqns)),
-    )
+
+    def without(fqns: Collection[str]) -> Update:
+        return trace_update(step, source.without(fqns))
+
+    return Update(module, inputs, facts, source.clip_norm, step.model, without)
 
 
 def _check_shapes(source: UpdateSource) -> None:
@@ -102,12 +99,8 @@ def _trace(
     source: UpdateSource, state: State, numbers: TracedNumbers
 ) -> tuple[fx.GraphModule, tuple[GraphInput, ...]]:
     parameters = {fqn: parameter.detach() for fqn, parameter in source.parameters.items()}
-    tensors = [
-        (fqn, name)
-        for fqn, values in state.items()
-        for name, value in values.items()
-        if isinstance(value, torch.Tensor)
-    ]
+    names = ((fqn, name) for fqn, values in state.items() for name in values)
+    tensors = [(fqn, name) for fqn, name in names if isinstance(state[fqn][name], torch.Tensor)]
 
     def update(*flat: Any) -> list[Any]:
         left = iter(flat)

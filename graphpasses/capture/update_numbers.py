@@ -36,9 +36,8 @@ class TracedNumbers:
             if isinstance(value, torch.Tensor):
                 self._tensors[number] = value
             elif optimizers.groups[number[0]][1].get("fused"):
-                self._marks[number] = _Mark.of(
-                    len(self._marks), _decides(number, value, self._decided.append)
-                )
+                self._marks[number] = mark = _Mark(math.ldexp(1.0, -900 - len(self._marks)))
+                mark.number, mark.value, mark.decided = number, value, self._decided.append
             else:
                 self._tensors[number] = torch.tensor(0.0, dtype=torch.float64)
 
@@ -118,52 +117,30 @@ class TracedNumbers:
                     }
 
 
+def _compares(operation: Callable[[Any, Any], bool]) -> Any:
+    return lambda mark, other: mark.compared(operation, other)
+
+
 class _Mark(float):
     """A number by which another is found again in a trace; who compares it compares the other."""
 
-    compared: Callable[[Callable[[Any, Any], bool], Any], bool]
+    number: Number
+    value: float
+    decided: Callable[[NumberDecision], None]
 
-    @classmethod
-    def of(cls, index: int, compared: Callable[[Callable[[Any, Any], bool], Any], bool]) -> _Mark:
-        mark = cls(math.ldexp(1.0, -900 - index))
-        mark.compared = compared
-        return mark
+    def compared(self, operation: Callable[[Any, Any], bool], other: Any) -> bool:
+        """Compares the other number, and tells of it."""
+        number, answer = self.number, operation(self.value, other)
+        self.decided(NumberDecision((number,), lambda now: operation(now[number], other) == answer))
+        return answer
 
-    def __eq__(self, other: object) -> bool:
-        return self.compared(operator.eq, other)
-
-    def __ne__(self, other: object) -> bool:
-        return self.compared(operator.ne, other)
-
-    def __lt__(self, other: Any) -> bool:
-        return self.compared(operator.lt, other)
-
-    def __le__(self, other: Any) -> bool:
-        return self.compared(operator.le, other)
-
-    def __gt__(self, other: Any) -> bool:
-        return self.compared(operator.gt, other)
-
-    def __ge__(self, other: Any) -> bool:
-        return self.compared(operator.ge, other)
+    __eq__, __ne__ = _compares(operator.eq), _compares(operator.ne)
+    __lt__, __le__ = _compares(operator.lt), _compares(operator.le)
+    __gt__, __ge__ = _compares(operator.gt), _compares(operator.ge)
+    __hash__ = float.__hash__
 
     def __bool__(self) -> bool:
         return self.compared(operator.ne, 0.0)
-
-    __hash__ = float.__hash__
-
-
-def _decides(
-    number: Number, value: float, decided: Callable[[NumberDecision], None]
-) -> Callable[[Callable[[Any, Any], bool], Any], bool]:
-    """Returns what compares a number, and tells of it."""
-
-    def compared(operation: Callable[[Any, Any], bool], other: Any) -> bool:
-        answer = operation(value, other)
-        decided(NumberDecision((number,), lambda now: operation(now[number], other) == answer))
-        return answer
-
-    return compared
 
 
 def _input(number: Number) -> GraphInput:

@@ -41,10 +41,8 @@ class Key(NamedTuple):
     name: str = ""  # how a message calls an object
 
     def __str__(self) -> str:
-        if self.name:
-            return self.name
-        if isinstance(self.items, str):
-            return self.items
+        if self.name or isinstance(self.items, str):
+            return self.name or str(self.items)
         if not self.is_plain:
             return f"a {self.kind.__name__} of {len(self.items)}"
         if issubclass(self.kind, dict):
@@ -161,23 +159,20 @@ def narrowed(path: str, before: Key, now: Key, *, new_objects: bool) -> tuple[st
     """Returns the first part by which two values differ, with its path; of a dict's new items plain ones, or all."""
     if before == now:
         return None
+    is_sequence = before.kind is now.kind is not object and isinstance(before.items, tuple)
+    pairs: dict[Any, tuple[Key, Key]]
     if before.kind is now.kind and issubclass(before.kind, dict):
         old, new = dict(before.items), dict(now.items)
         if not new_objects:
             new = {key: item for key, item in new.items() if key in old or item.is_plain}
-        for key in {**old, **new}:
-            part = narrowed(
-                f"{path}[{key}]", old.get(key, ABSENT), new.get(key, ABSENT), new_objects=new_objects
-            )
-            if part is not None:
-                return part
-        return None if [*old] == [*new] else (path, before, now)
-    is_sequence = before.kind is now.kind is not object and isinstance(before.items, tuple)
-    if is_sequence and len(before.items) == len(now.items):
-        pairs = enumerate(zip(before.items, now.items, strict=True))
-        parts = (narrowed(f"{path}[{index}]", *pair, new_objects=new_objects) for index, pair in pairs)
-        return next((part for part in parts if part is not None), None)
-    return path, before, now
+        pairs = {key: (old.get(key, ABSENT), new.get(key, ABSENT)) for key in {**old, **new}}
+        whole = None if [*old] == [*new] else (path, before, now)
+    elif is_sequence and len(before.items) == len(now.items):
+        pairs, whole = dict(enumerate(zip(before.items, now.items, strict=True))), None
+    else:
+        return path, before, now
+    parts = (narrowed(f"{path}[{key}]", *pair, new_objects=new_objects) for key, pair in pairs.items())
+    return next((part for part in parts if part is not None), whole)
 
 
 def are_alike(value: Any, other: Any) -> bool:

@@ -56,35 +56,18 @@ class ModelStructure:
             for slot, parameter in enumerate(module._parameters.values(), start)
             if parameter is not None and first[slot] == slot
         }
-        return cls(
-            modules,
-            tuple(paths[module] for module in modules),
-            _facts(modules),
-            names,
-            slots,
-            first,
-            trainable,
-            _kinds(tensors),
-        )
+        fqns = tuple(paths[module] for module in modules)
+        return cls(modules, fqns, _facts(modules), names, slots, first, trainable, _kinds(tensors))
 
     def for_model(self, model: nn.Module) -> ModelStructure:
         """Returns the structure of another model; raises where that is not built as this one was."""
-        modules = self._modules(model)
-        facts = _facts(modules)
-        for path, before, now in zip(self.paths, self.facts, facts, strict=True):
-            _refuse(path, before, now, _alike)
-        self._check_tensors(_tensors(modules, self.names))
+        modules, facts = self._modules(model, _alike)
+        self._tensors(modules)
         return replace(self, modules=modules, facts=facts)
 
     def check(self, model: nn.Module) -> list[torch.Tensor | None]:
         """Returns the model's tensors, by slot; raises if it is not what it was: the graph would go on regardless."""
-        modules = self._modules(model)
-        if (facts := _facts(modules)) != self.facts:
-            for each in zip(self.paths, self.facts, facts, strict=True):
-                _refuse(*each)
-        tensors = _tensors(modules, self.names)
-        self._check_tensors(tensors)
-        return tensors
+        return self._tensors(self._modules(model)[0])
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether these are the modules of a model, none replaced by another."""
@@ -95,13 +78,25 @@ class ModelStructure:
         found = ((fqn, tensors[self.slots[fqn]]) for fqn in fqns)
         return {fqn: tensor for fqn, tensor in found if tensor is not None}
 
-    def _modules(self, model: nn.Module) -> list[nn.Module]:
+    def _modules(
+        self, model: nn.Module, counting: Callable[..., tuple[Any, ...]] = lambda *facts: facts
+    ) -> tuple[list[nn.Module], list[tuple[Any, ...]]]:
+        """Returns a model's modules and their facts; raises if these differ in what counts of them."""
         modules = [*model.modules()]
         if len(modules) != len(self.paths):
             raise changed("the model", f"{len(self.paths)} modules", len(modules), has=True)
-        return modules
+        if (facts := _facts(modules)) != self.facts:
+            for path, before, now in zip(self.paths, self.facts, facts, strict=True):
+                counts = zip(_FACTS, before, now, counting(*before), counting(*now), strict=True)
+                for name, was, is_now, counted, counts_now in counts:
+                    if counted != counts_now:
+                        part = Difference(f"{path}.{name}".lstrip("."), key_of(was), key_of(is_now), False)
+                        raise CaptureError(f"{part.text(' when the step was captured')}; {AGAIN}")
+        return modules, facts
 
-    def _check_tensors(self, tensors: Sequence[torch.Tensor | None]) -> None:
+    def _tensors(self, modules: Iterable[nn.Module]) -> list[torch.Tensor | None]:
+        """Returns the tensors of modules; raises if they are not what they were."""
+        tensors = _tensors(modules, self.names)
         if (first := _first(tensors)) != self.first:
             self._refuse_ties(first)
         if (kinds := _kinds(tensors)) != self.kinds:
@@ -110,13 +105,13 @@ class ModelStructure:
             texts = [f"{dtype}{[*shape]} on {device}" for dtype, device, shape in (before[slot], now[slot])]
             raise changed(repr(self._name(slot)), *texts)
         trained = [tensor for slot in self.trainable if (tensor := tensors[slot]) is not None]
-        if [parameter.requires_grad for parameter in trained] != [*self.trainable.values()]:
-            for parameter, (slot, was_trainable) in zip(trained, self.trainable.items(), strict=True):
-                if parameter.requires_grad != was_trainable:
-                    was, name = f"requires_grad={was_trainable}", f"parameter {self._name(slot)!r}"
-                    raise changed(name, was, parameter.requires_grad, has=True)
+        for parameter, (slot, was) in zip(trained, self.trainable.items(), strict=True):
+            if parameter.requires_grad != was:
+                name = f"parameter {self._name(slot)!r}"
+                raise changed(name, f"requires_grad={was}", parameter.requires_grad, has=True)
         if (index := find_gradient_hooks(trained)) is not None:
             check_gradient_hooks(self._name([*self.trainable][index]), trained[index])
+        return tensors
 
     def _refuse_ties(self, first: Sequence[int]) -> None:
         for slot, (was, now) in enumerate(zip(self.first, first, strict=True)):
@@ -155,17 +150,12 @@ def check_gradient_hooks(fqn: str, parameter: torch.Tensor) -> None:
 
 
 def _facts(modules: Iterable[nn.Module]) -> list[tuple[Any, ...]]:
-    states = ((m, vars(m)) for m in modules)
-    return [
-        (
-            type(m),
-            state["training"],
-            state.get("forward"),
-            hook_ids(m),
-            (*state["_parameters"], *state["_buffers"], *state["_modules"]),
-        )
-        for m, state in states
-    ]
+    facts: list[tuple[Any, ...]] = []
+    for module in modules:
+        state = vars(module)
+        names = (*state["_parameters"], *state["_buffers"], *state["_modules"])
+        facts.append((type(module), state["training"], state.get("forward"), hook_ids(module), names))
+    return facts
 
 
 def _alike(
@@ -173,21 +163,6 @@ def _alike(
 ) -> tuple[Any, ...]:
     """Returns what modules of two models that were built alike share of their facts."""
     return _made_of(kind) or kind, training, forward is not None, len(hooks), names
-
-
-def _refuse(
-    path: str,
-    before: tuple[Any, ...],
-    now: tuple[Any, ...],
-    counting: Callable[..., tuple[Any, ...]] = lambda *facts: facts,
-) -> None:
-    """Raises if facts of a module differ in what counts of them."""
-    for name, was, is_now, *counts in zip(
-        _FACTS, before, now, counting(*before), counting(*now), strict=True
-    ):
-        if counts[0] != counts[1]:
-            difference = Difference(f"{path}.{name}".lstrip("."), key_of(was), key_of(is_now), False)
-            raise CaptureError(f"{difference.text(' when the step was captured')}; {AGAIN}")
 
 
 def _made_of(kind: type) -> tuple[Any, ...]:

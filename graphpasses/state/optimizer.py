@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,14 +37,10 @@ class OptimizerFacts:
         decisions: Sequence[NumberDecision] = (),
     ) -> OptimizerFacts:
         """Reads optimizers; ``names`` are the FQNs of the model's parameters, ``state`` is by FQN and name."""
-        return cls(
-            optimizers,
-            tuple(tuple(_names(group, index, names)) for index, (_, group) in enumerate(optimizers.groups)),
-            tuple(kinds_of(optimizer, group) for optimizer, group in optimizers.groups),
-            numbers_of(optimizers),
-            tuple(decisions),
-            {fqn: _facts(values) for fqn, values in state.items()},
-        )
+        groups = [_names(group, index, names) for index, (_, group) in enumerate(optimizers.groups)]
+        kinds = tuple(kinds_of(optimizer, group) for optimizer, group in optimizers.groups)
+        facts = {fqn: _facts(values) for fqn, values in state.items()}
+        return cls(optimizers, tuple(groups), kinds, numbers_of(optimizers), tuple(decisions), facts)
 
     def fixed(self, groups: Collection[int]) -> OptimizerFacts:
         """Returns facts for a graph that has built in what the numbers of some groups are now, but for their lr."""
@@ -87,7 +83,7 @@ class OptimizerFacts:
         for index, ((optimizer, group), known, before) in enumerate(
             zip(groups, self.groups, self.hyperparameters, strict=True)
         ):
-            if tuple(_names(group, index, names)) != known:
+            if _names(group, index, names) != known:
                 raise CaptureError(
                     f"{self.optimizers.group_name(index)} held other parameters when the step was captured; {AGAIN}"
                 )
@@ -114,9 +110,9 @@ class OptimizerFacts:
             )
 
 
-def _names(group: Mapping[str, Any], index: int, names: Mapping[torch.Tensor, str]) -> Iterator[str]:
-    for place, parameter in enumerate(group["params"]):
-        yield names.get(parameter, f"parameter {place} of group {index}")
+def _names(group: Mapping[str, Any], index: int, names: Mapping[torch.Tensor, str]) -> tuple[str, ...]:
+    parameters = enumerate(group["params"])
+    return tuple(names.get(each, f"parameter {place} of group {index}") for place, each in parameters)
 
 
 def _facts(state: Mapping[str, object]) -> dict[str, object]:

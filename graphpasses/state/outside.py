@@ -5,20 +5,13 @@ from __future__ import annotations
 import inspect
 import io
 import sys
+import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from functools import cached_property, partial
-from types import (
-    CodeType,
-    FunctionType,
-    MappingProxyType,
-    MemberDescriptorType,
-    MethodType,
-    ModuleType,
-    SimpleNamespace,
-)
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 from unittest.mock import NonCallableMock
 
@@ -27,24 +20,16 @@ from torch import nn
 
 from graphpasses._torch.module_hooks import hook_ids, hooks
 from graphpasses.errors import CaptureError
+from graphpasses.state import keys
 from graphpasses.state.calls import names_of
-from graphpasses.state.keys import (
-    CONTAINERS,
-    MAX_ITEMS,
-    MISSING,
-    PLAIN,
-    CachedFunction,
-    attributes_of,
-    is_array,
-    key_of,
-)
+from graphpasses.state.keys import CONTAINERS, MISSING, attributes_of
 from graphpasses.state.origin import is_torchs, is_users, is_users_module, is_watched
 from graphpasses.state.slots import Asked, Owner, Slot
 
 # What holds others under names that no code need have, and whether these may become others.
 _PARTS: tuple[tuple[Any, tuple[str, ...], bool], ...] = (
     (partial, ("func", "args", "keywords"), True),
-    (CachedFunction, ("__wrapped__",), True),
+    (keys.CachedFunction, ("__wrapped__",), True),
     (ContextVar, ("get",), True),
     (weakref.ref, ("()",), True),
     (MethodType, ("__func__",), False),
@@ -98,7 +83,7 @@ class Outside:
             slot.opened = self.open(path, slot.value)
         return owner.slots[name]
 
-    def read_code(self, code: CodeType, globals_: dict[str, Any]) -> None:
+    def read_code(self, code: types.CodeType, globals_: dict[str, Any]) -> None:
         """Reads the globals that code has names for, and the attributes of what cannot be watched."""
         names = names_of(code)
         for name in names.imports:
@@ -131,7 +116,7 @@ class Outside:
     def open(self, path: str, value: Any, *, of_model: bool = False) -> Owner | None:
         """Looks into a value; returns the owner of an object that is watched, or of a container that has such."""
         value = value.__dir__.__self__ if isinstance(value, weakref.ProxyTypes) else value
-        if isinstance(value, PLAIN):
+        if isinstance(value, keys.PLAIN):
             return None
         if id(value) not in self._opened:
             self._opened[id(value)] = value, None
@@ -139,7 +124,7 @@ class Outside:
         return self._opened[id(value)][1]
 
     def _look_into(self, path: str, value: Any, of_model: bool) -> Owner | None:
-        function = getattr(value, "__wrapped__", None) if isinstance(value, CachedFunction) else None
+        function = getattr(value, "__wrapped__", None) if isinstance(value, keys.CachedFunction) else None
         if isinstance(function, FunctionType) and is_users(function):
             self.read_code(function.__code__, function.__globals__)  # which may have run before
             self.read_function(function)
@@ -165,7 +150,7 @@ class Outside:
             owner = self.owner(value, path, of_model=of_model)
             self._opened[id(value)] = value, owner  # it may hold itself
         for key, item in items:
-            opened = self.open(f"{path}[{key_of(key)}]", item, of_model=of_model)
+            opened = self.open(f"{path}[{keys.key_of(key)}]", item, of_model=of_model)
             if opened is not None and owner is not None:
                 owner.add(key, opened.path, value=item).opened = opened
         kind: Any = type(value)
@@ -226,20 +211,22 @@ def refuse_iterator(what: str, value: Any) -> None:
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, CONTAINERS):
-        is_short = len(value) <= MAX_ITEMS
+        is_short = len(value) <= keys.MAX_ITEMS
         return [*(value.items() if isinstance(value, dict) else enumerate(value))] if is_short else []
-    if isinstance(value, MappingProxyType):
+    if isinstance(value, types.MappingProxyType):
         return _items(dict(value))
-    return [*enumerate(value.ravel().tolist())] if is_array(value) and value.dtype.hasobject else []
+    return [*enumerate(value.ravel().tolist())] if keys.is_array(value) and value.dtype.hasobject else []
 
 
 def _may_get(value: Any) -> bool:
     """Whether the user's code may set attributes that something does not have yet."""
-    return isinstance(value, SimpleNamespace) or (isinstance(value, (FunctionType, type)) and is_users(value))
+    return isinstance(value, types.SimpleNamespace) or (
+        isinstance(value, (FunctionType, type)) and is_users(value)
+    )
 
 
 def _is_stored(value: Any, name: str) -> bool:
-    return isinstance(inspect.getattr_static(value, name, None), MemberDescriptorType)
+    return isinstance(inspect.getattr_static(value, name, None), types.MemberDescriptorType)
 
 
 def _has_names(value: Any) -> bool:

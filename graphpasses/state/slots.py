@@ -18,17 +18,8 @@ from typing import Any, NamedTuple
 
 from graphpasses.errors import CaptureError
 from graphpasses.identity import put_back
-from graphpasses.state.keys import (
-    CONTAINERS,
-    MISSING,
-    Key,
-    are_alike,
-    attributes_of,
-    changes_in_place,
-    key_of,
-    narrowed,
-    torch_state,
-)
+from graphpasses.state import keys
+from graphpasses.state.keys import CONTAINERS, MISSING, Key, key_of
 
 AGAIN = "capture the step again, or undo the change"
 
@@ -92,6 +83,10 @@ def _write_item(owner: MutableMapping[str, Any], name: str, value: Any) -> None:
         owner[name] = value
 
 
+def _stays(owner: Any, name: Any, value: Any) -> None:
+    """Writes nothing: a container is put back as a whole."""
+
+
 # The first row whose class an owner has: how a value is read, and how it is written.
 _Row = tuple[type | tuple[type, ...], Callable[[Any, Any], Any], Callable[[Any, Any, Any], None]]
 _KINDS: tuple[_Row, ...] = (
@@ -104,18 +99,13 @@ _KINDS: tuple[_Row, ...] = (
     (
         ContextVar,
         lambda owner, name: owner.get(MISSING),
-        lambda owner, name, value: (
-            None if value is MISSING else owner.set(value)
-        ),  # else there is no way back
+        # There is no way back to no value.
+        lambda owner, name, value: None if value is MISSING else owner.set(value),
     ),
-    (Asked, lambda owner, name: owner.ask(), lambda owner, name, value: None),
-    (
-        (list, tuple, deque),
-        lambda owner, name: owner[name] if name < len(owner) else MISSING,
-        lambda owner, name, value: None,  # put back as a whole
-    ),
+    (Asked, lambda owner, name: owner.ask(), _stays),
+    ((list, tuple, deque), lambda owner, name: owner[name] if name < len(owner) else MISSING, _stays),
     (type, read_of_class, _write_of_class),
-    (weakref.ref, lambda owner, name: owner(), lambda owner, name, value: None),
+    (weakref.ref, lambda owner, name: owner(), _stays),
     (object, _read_attribute, _write_attribute),
 )
 
@@ -160,23 +150,18 @@ class Slot:
         """Says how a value differs; ``strict`` if new items of a dict that are no plain values count, ``alike`` if it
         is another model's, built alike. The owners that it is ``inside`` are being compared.
         """
-        is_opened = self.opened is not None and type(now) is type(self.value)
-        is_container = isinstance(self.value, CONTAINERS)
-        if not is_opened or is_container:
+        opened = self.opened if type(now) is type(self.value) else None
+        if opened is None or isinstance(self.value, CONTAINERS):
             key = key_of(now)
-            if key != self.key and key not in self.others and not (alike and self._is_like(now)):
-                part = narrowed(self.path, self.key, key, new_objects=strict)
-                if part is not None:
-                    return Difference(*part, now is self.value and part[0] == self.path)
-        if not is_opened or now is self.value:  # which has a turn of its own
+            is_known = key == self.key or key in self.others
+            if not is_known and alike and not self.key.is_plain:  # what that was stands in the key alone
+                is_known = keys.are_alike(self.value if self._copy is None else self._copy, now)
+            part = None if is_known else keys.narrowed(self.path, self.key, key, new_objects=strict)
+            if part is not None:
+                return Difference(*part, now is self.value and part[0] == self.path)
+        if opened is None or now is self.value:  # which has a turn of its own
             return None
-        assert self.opened is not None
-        return self.opened.difference(now, strict=strict, alike=alike, inside=inside)
-
-    def _is_like(self, now: Any) -> bool:
-        if self.key.is_plain:  # what it was stands in the key alone
-            return False
-        return are_alike(self.value if self._copy is None else self._copy, now)
+        return opened.difference(now, strict=strict, alike=alike, inside=inside)
 
     def restore(self, owner: Any) -> None:
         """Gives the owner what the name was, and that the items that it had."""
@@ -190,7 +175,7 @@ class Slot:
 
 def _items_of(value: Any) -> Any:
     """Returns what has the items of a value that can be put back: itself, or an object's of torch attributes."""
-    return value if type(value) in (list, dict, set, deque) else torch_state(value)
+    return value if type(value) in (list, dict, set, deque) else keys.torch_state(value)
 
 
 @dataclass(eq=False, slots=True)
@@ -230,20 +215,16 @@ class Owner:
         """Whether all names have the objects that they had, which is asked at each call of a step."""
         if self._held is None:
             slots = self.slots.values()
-            there = (each for each in slots if each.value is not MISSING)
-            self._held = {
-                each.name: id(each.value) for each in there if not isinstance(each.value, MethodType)
-            }
-            self._checked = tuple(
-                each for each in slots if each.value is MISSING or changes_in_place(each.value)
-            )
+            there = {each.name: each.value for each in slots if each.value is not MISSING}
+            self._held = {name: id(it) for name, it in there.items() if not isinstance(it, MethodType)}
+            self._checked = tuple(e for e in slots if e.value is MISSING or keys.changes_in_place(e.value))
         kind: Any = type(owner)
         reads = _row_of(kind)[1]
         return all(id(reads(owner, name)) == before for name, before in self._held.items())
 
     def stands_in_dict(self) -> bool:
         """Whether each value stands in its ``__dict__`` or, where that has not the name, its class, and stays so."""
-        state, kind = attributes_of(self.value), type(self.value)
+        state, kind = keys.attributes_of(self.value), type(self.value)
         reads: Any = kind.__getattribute__
         if not self._holds(self.value) or self._checked or type(state) is not dict:
             return False

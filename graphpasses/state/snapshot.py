@@ -37,7 +37,7 @@ class Snapshot:
     _seen: Unwritten | None = field(default=None, init=False)  # as an earlier check found the model
     _num_written: int = field(
         default=0, init=False
-    )  # checks one after the other that found something written
+    )  # in how many checks, one after the other, it was written
 
     @classmethod
     def of(cls, model: nn.Module, attributes: Sequence[Owner] = (), names: Sequence[Owner] = ()) -> Snapshot:
