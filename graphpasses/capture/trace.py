@@ -28,6 +28,7 @@ from graphpasses.capture.oracle import record_calls
 from graphpasses.capture.random_state import RandomCalls, random_state_traced
 from graphpasses.capture.refusals import (
     failures_placed,
+    gradients_refused,
     kept_tensors_refused,
     other_memory_refused,
     other_threads_refused,
@@ -102,6 +103,7 @@ def trace_step(
             collectives_with_waits(),
             decisions.watched(),
             other_memory_refused(model),
+            gradients_refused(model),
         )
         around_forward = (
             _autocast_refused(),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,9 @@ from torch.backends import cuda, cudnn, mkldnn
 
 from graphpasses._torch.fsdp2 import SETTINGS, find_outdated, fsdp_groups, group_name, group_setting
 from graphpasses._torch.module_hooks import global_hook_ids
+from graphpasses._torch.surroundings import function_modes, saved_tensor_hooks
 from graphpasses.errors import CaptureError
+from graphpasses.state.hyperparameters import TensorFacts
 from graphpasses.state.model import ModelStructure
 from graphpasses.state.slots import AGAIN, Asked, Owner
 
@@ -33,16 +35,22 @@ class Snapshot:
     # Of the model's modules, and of objects that these hold: those forward read.
     attributes: tuple[Owner, ...] = ()
     names: tuple[Owner, ...] = ()  # values from outside that the step's code reads
+    tensors: tuple[Owner, ...] = ()  # shapes and the like of tensors from outside, which the graph keeps
 
     @classmethod
     def of(cls, model: nn.Module, attributes: Sequence[Owner] = (), names: Sequence[Owner] = ()) -> Snapshot:
         """Reads a model's structure and the settings; attributes and names were read before."""
         return cls(ModelStructure.of(model), settings_of(model), tuple(attributes), tuple(names))
 
+    def with_tensors(self, tensors: Iterable[torch.Tensor]) -> Snapshot:
+        """Returns it with what the graph has built in of tensors from outside, which it keeps."""
+        return replace(self, tensors=tuple(map(_tensor_owner, tensors)))
+
     def check(self, model: nn.Module) -> list[torch.Tensor | None]:
         """Returns the model's tensors, by slot; raises, and names it, if something is not what it was."""
         tensors = self.structure.check(model)
-        for owners, advice in ((self.attributes, AGAIN), (self.settings, AGAIN), (self.names, _IN_BATCH)):
+        settings = (*self.attributes, *self.settings, *self.tensors)
+        for owners, advice in ((settings, AGAIN), (self.names, _IN_BATCH)):
             for owner in owners:
                 if (found := owner.difference()) is not None:
                     raise CaptureError(f"{found.text(_SINCE)}; {advice}")
@@ -59,7 +67,7 @@ class Snapshot:
                 if (found := owner.difference(other, alike=True)) is not None:
                     raise CaptureError(f"{found.text(_SINCE)}; {AGAIN}")
                 owner.of(other, known)
-        return Snapshot(structure, settings_of(model), tuple(known.values()), self.names)
+        return Snapshot(structure, settings_of(model), tuple(known.values()), self.names, self.tensors)
 
 
 def settings_of(model: nn.Module) -> tuple[Owner, ...]:
@@ -73,6 +81,9 @@ def settings_of(model: nn.Module) -> tuple[Owner, ...]:
         **{f"torch.backends.cuda.{name}()": getattr(cuda, name) for name in _ATTENTION},
         "torch.backends.cudnn.enabled": lambda: cudnn.enabled,
         "torch.backends.mkldnn.enabled": lambda: mkldnn.enabled,
+        "torch.is_anomaly_enabled()": torch.is_anomaly_enabled,
+        "the TorchFunctionModes that are on": function_modes,
+        "torch.autograd.graph.saved_tensors_hooks": saved_tensor_hooks,
         "the hooks of all modules (register_module_forward_hook and others)": global_hook_ids,
         **{
             f"{name} of FSDP2 group {group_name(group)!r}": partial(group_setting, group, name)
@@ -84,6 +95,19 @@ def settings_of(model: nn.Module) -> tuple[Owner, ...]:
     for name, owner in zip(asked, owners, strict=True):
         owner.add(name, name)
     return owners
+
+
+def _tensor_owner(tensor: torch.Tensor) -> Owner:
+    before = TensorFacts.of(tensor), tensor.requires_grad
+    text = str(before[0])
+
+    def ask() -> str:
+        now = TensorFacts.of(tensor), tensor.requires_grad
+        return text if now == before else f"{now[0]}{', which requires a gradient' if now[1] else ''}"
+
+    owner = Owner(Asked(ask))
+    owner.add("", "a tensor from outside that loss_fn reads")
+    return owner
 
 
 def _autocast(device: str) -> torch.dtype | None:
