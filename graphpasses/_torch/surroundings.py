@@ -1,4 +1,4 @@
-"""What code around a call has torch do at each function, or at each tensor that autograd saves."""
+"""What code around a call has torch do: at each function, at each tensor that autograd saves, or to code itself."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+
+# Code that Dynamo leaves alone: it would build in what that reads, and compile an optimizer.
+never_compiled = _disable_dynamo
 
 
 def function_modes() -> tuple[str, ...]:
