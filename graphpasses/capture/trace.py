@@ -21,7 +21,7 @@ from graphpasses._torch.in_place_collectives import collectives_with_waits
 from graphpasses._torch.module_answers import answers_as_in_eager, mark_parameters
 from graphpasses._torch.operator_calls import OperatorCalls
 from graphpasses._torch.recorded_operator import MODULE_FQN, Operator
-from graphpasses._torch.step_tracer import TracedFunction, trace_with_torch
+from graphpasses._torch.step_tracer import TRACING, TracedFunction, trace_with_torch
 from graphpasses._torch.symbols import each_size_its_own, mark_dims
 from graphpasses.capture.guards import Decisions
 from graphpasses.capture.oracle import record_calls
@@ -137,7 +137,13 @@ def trace_step(
         return [loss, *(gradients.pop(parameter, None) for parameter in named.values()), *marked]
 
     try:
-        with torchs_errors_named(), strides_of_kernels(), live_state_restored(model), each_size_its_own():
+        with (
+            TRACING,
+            torchs_errors_named(),
+            strides_of_kernels(),
+            live_state_restored(model),
+            each_size_its_own(),
+        ):
             given = [
                 _distinct(leaf, varying.get(path, ()))
                 for path, leaf in zip(structure.paths, leaves, strict=True)
