@@ -20,12 +20,20 @@ def hook_ids(module: nn.Module) -> tuple[int, ...]:
 
 
 def global_hook_ids() -> tuple[int, ...]:
-    """Returns the numbers of the hooks that run around all modules, which ``register_module_*_hook`` gives."""
-    return (
-        *torch_module._global_forward_pre_hooks,
-        *torch_module._global_forward_hooks,
-        *torch_module._global_backward_pre_hooks,
-        *torch_module._global_backward_hooks,
+    """Returns the numbers of the hooks around all modules, which ``register_module_*_hook`` gives, but for our own.
+
+    Those of a trace are there while another thread calls a step, and compute nothing.
+    """
+    return tuple(
+        number
+        for hooks_of_all in (
+            torch_module._global_forward_pre_hooks,
+            torch_module._global_forward_hooks,
+            torch_module._global_backward_pre_hooks,
+            torch_module._global_backward_hooks,
+        )
+        for number, hook in [*hooks_of_all.items()]
+        if getattr(hook, "__module__", "").partition(".")[0] != "graphpasses"
     )
 
 

@@ -21,13 +21,14 @@ from graphpasses._torch.in_place_collectives import collectives_with_waits
 from graphpasses._torch.module_answers import answers_as_in_eager, mark_parameters
 from graphpasses._torch.operator_calls import OperatorCalls
 from graphpasses._torch.recorded_operator import MODULE_FQN, Operator
-from graphpasses._torch.step_tracer import TracedFunction, trace_with_torch
+from graphpasses._torch.step_tracer import TRACING, TracedFunction, trace_with_torch
 from graphpasses._torch.symbols import each_size_its_own, mark_dims
 from graphpasses.capture.guards import Decisions
 from graphpasses.capture.oracle import record_calls
 from graphpasses.capture.random_state import RandomCalls, random_state_traced
 from graphpasses.capture.refusals import (
     failures_placed,
+    gradients_refused,
     kept_tensors_refused,
     other_memory_refused,
     other_threads_refused,
@@ -98,6 +99,7 @@ def trace_step(
             collectives_with_waits(),
             decisions.watched(),
             other_memory_refused(model),
+            gradients_refused(model),
         )
         around_forward = (
             _autocast_refused(),
@@ -131,7 +133,13 @@ def trace_step(
         return [loss, *(gradients.pop(parameter, None) for parameter in named.values()), *marked]
 
     try:
-        with torchs_errors_named(), strides_of_kernels(), live_state_restored(model), each_size_its_own():
+        with (
+            TRACING,
+            torchs_errors_named(),
+            strides_of_kernels(),
+            live_state_restored(model),
+            each_size_its_own(),
+        ):
             given = [
                 _distinct(leaf, varying.get(path, ()))
                 for path, leaf in zip(structure.paths, leaves, strict=True)
