@@ -122,7 +122,7 @@ def strides_of_kernels() -> Iterator[None]:
     """Gives fake results in the block the strides of the kernels, by which a ``reshape`` is a view or a copy."""
     strides: dict[Any, Callable[..., torch.Tensor]] = {
         **dict.fromkeys(_LIKE_FIRST, _like_first),
-        **dict.fromkeys(_CONTIGUOUS, _contiguous),
+        **dict.fromkeys(_CONTIGUOUS, lambda value, *_: value.contiguous()),
         **{operator: functools.partial(_in_format_of, index) for operator, index in _IN_FORMAT_OF.items()},
     }
     table = {
@@ -204,10 +204,6 @@ def _like_first(value: torch.Tensor, first: torch.Tensor, *_: Any) -> torch.Tens
     return torch.empty_like(first, dtype=value.dtype) if value.shape == first.shape else value.contiguous()
 
 
-def _contiguous(value: torch.Tensor, *_: Any) -> torch.Tensor:
-    return value.contiguous()
-
-
 def _in_format_of(index: int, value: torch.Tensor, *args: Any) -> torch.Tensor:
     like = args[index]
     if value.shape != like.shape:
@@ -237,7 +233,10 @@ def fake_call(mode: FakeTensorMode, target: Any, args: tuple[Any, ...], kwargs: 
         with mode:
             if isinstance(target, torch._ops.OpOverload) and writes_arguments(target):
                 # What it is given is kept by nodes, and one that is written in place may get other sizes.
-                args, kwargs = pytree.tree_map(_alias, (args, dict(kwargs)))
+                args, kwargs = pytree.tree_map(
+                    lambda each: aten.alias.default(each) if type(each) is FakeTensor else each,
+                    (args, dict(kwargs)),
+                )
             return target(*args, **kwargs)
     with fake_tensor.in_kernel_invocation_manager(mode), torch._C._AutoDispatchBelowAutograd():
         result = target(*args, **kwargs)
@@ -276,10 +275,6 @@ def fake_call_for_all_sizes(
     # Ours, or what an operator makes of it; or that of a call that cannot be. Nothing is known then, or proved.
     except Exception:
         return None
-
-
-def _alias(value: Any) -> Any:
-    return torch.ops.aten.alias.default(value) if type(value) is FakeTensor else value
 
 
 def _without_symbol(value: Any) -> Any:

@@ -222,9 +222,7 @@ class _Frames:
         return traceback.StackSummary.from_list(found[::-1])
 
 
-@functools.lru_cache(maxsize=4096)
-def _summary(file: str, line: int, name: str) -> traceback.FrameSummary:
-    return traceback.FrameSummary(file, line, name)
+_summary = functools.lru_cache(maxsize=4096)(traceback.FrameSummary)
 
 
 @contextmanager

@@ -92,7 +92,10 @@ class Decisions:
             with outside_tracing(), torch.no_grad():
                 *_, (node, result) = run_nodes(traced.root, traced.graph, nodes, given, written)
                 value = value_at(result, bound_symbols(node)[symbol])
-            if not isinstance(value, float) or _is_plain(value):
+            # Sympy has no nan, and one zero.
+            if not isinstance(value, float) or (
+                math.isfinite(value) and math.copysign(1, value) == (1 if value >= 0 else -1)
+            ):
                 self._values[symbol] = value
                 return value
             reason = f"is {value}"
@@ -200,11 +203,6 @@ _TRACING = (
     contextlib.__file__,
     functools.__file__,
 )
-
-
-def _is_plain(number: float) -> bool:
-    """Whether a float is what sympy makes of it: it has no nan, and one zero."""
-    return math.isfinite(number) and math.copysign(1, number) == (1 if number >= 0 else -1)
 
 
 def _state(model: nn.Module) -> Iterator[tuple[GraphInput, torch.Tensor]]:

@@ -108,7 +108,12 @@ def check_step(
                 generator.set_state(state)
             with agreed():
                 ours = run_step(model, lambda: step(*batch))
-                _compare_bits(ours, theirs, _SAME_OPERATORS)
+                for name, value in theirs.items():
+                    other = ours[name]
+                    if value is not other and (value is None or other is None or not same_bits(value, other)):
+                        raise FidelityError(
+                            f"the captured step computes another {name} than eager{_SAME_OPERATORS}"
+                        )
     finally:
         record.undo()
 
@@ -134,13 +139,6 @@ def _seeds_refused(step: CapturedStep, record: OperatorCalls) -> Iterator[_State
     finally:
         for generator, state in states:
             record.undo_to(generator, state)
-
-
-def _compare_bits(ours: Results, theirs: Results, why: str) -> None:
-    for name, value in theirs.items():
-        other = ours[name]
-        if value is not other and (value is None or other is None or not same_bits(value, other)):
-            raise FidelityError(f"the captured step computes another {name} than eager{why}")
 
 
 def _eager(

@@ -47,7 +47,8 @@ def keep_unrounded(graph: TrainGraph, model: nn.Module) -> None:
     casts = {node.meta.get("seq_nr") for node in found if not is_backward(node)}
     unrounded, wide = [], []
     for fqn, reductions in find_grad_reductions(graph).items():
-        if not any(map(_is_widened, reductions)):
+        casts_of = [reduction for reduction in reductions if reduction.entry.target == CAST]
+        if not any(_width(each.entry) > _width(each.gradient) for each in casts_of):
             continue
         is_replicated = _is_replicated(get_state(model, fqn), reductions[0])
         uses = [use for reduction in reductions for use in added_uses(_of_rank(reduction, is_replicated))]
@@ -81,10 +82,6 @@ def keep_unrounded(graph: TrainGraph, model: nn.Module) -> None:
             "tensor parallelism adds gradients in the dtype in which FSDP reduces them, as in FSDP2 of this torch; "
             f"with SimpleFSDP alone it adds them in the dtype of compute: {', '.join(wide)}"
         )
-
-
-def _is_widened(reduction: GradReduction) -> bool:
-    return reduction.entry.target == CAST and _width(reduction.entry) > _width(reduction.gradient)
 
 
 def _width(node: fx.Node) -> int:
