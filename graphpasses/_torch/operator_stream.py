@@ -63,7 +63,7 @@ class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__(model, is_mode=False)
         self._digest, self._seen, self._keep = digest, seen, keep
-        self._graphs = NodesOfFrames()
+        self._nodes_of: dict[fx.GraphModule, list[fx.Node]] = {}  # of graphs that run, and stay as they are
         self._unwritten: dict[int, StorageWeakRef] = {}
         self._num_calls = 0
         self._phase: Phase = ""
@@ -126,10 +126,23 @@ class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
     def _origin_of(self, caller: FrameType) -> tuple[Where | None, str]:
         frame: FrameType | None = caller
         while frame is not None and frame is not self._root:
-            if (node := self._graphs.find(frame)) is not None:
+            if (node := self._node_of(frame)) is not None:
                 return origin_of(node), node.name
             frame = frame.f_back
         return self.where(caller), ""
+
+    def _node_of(self, frame: FrameType) -> fx.Node | None:
+        """Returns the node that a frame of a graph's generated code calls; None for any other code."""
+        module: Any = frame.f_locals.get("self")
+        is_generated = frame.f_code.co_filename.startswith("<eval_with_key>")
+        if not is_generated or not isinstance(module, fx.GraphModule):
+            return None
+        # By the map of lines that torch itself takes where it traces generated code again. Tested: 2.13.
+        lines: Any = module._lineno_map
+        index = lines.get(frame.f_lineno - frame.f_code.co_firstlineno)
+        if module not in self._nodes_of:
+            self._nodes_of[module] = list(module.graph.nodes)
+        return None if index is None else self._nodes_of[module][index]
 
     def _outputs(self, func: Any, given: list[tuple[str, Any]], results: Any) -> tuple[Value, ...]:
         name = func._schema.name.split("::")[1]
@@ -308,24 +321,3 @@ def origin_of(node: fx.Node) -> Where:
     phase: Phase = "" if module is None else "forward"
     phase = "optimizer" if in_optimizer else "backward" if in_backward else phase
     return Where(module or "", line, in_backward, by_torch=in_backward, phase=phase)
-
-
-class NodesOfFrames:
-    """Finds the node whose call a frame of a graph's generated code is at; the graphs must stay as they are."""
-
-    def __init__(self) -> None:
-        self._nodes: dict[fx.GraphModule, list[fx.Node]] = {}
-
-    def find(self, frame: FrameType) -> fx.Node | None:
-        """Returns the node; None for a frame of any other code."""
-        module: Any = frame.f_locals.get("self")
-        if not frame.f_code.co_filename.startswith("<eval_with_key>") or not isinstance(
-            module, fx.GraphModule
-        ):
-            return None
-        # By the map of lines that torch itself takes where it traces generated code again. Tested: 2.13.
-        lines: Any = module._lineno_map
-        index = lines.get(frame.f_lineno - frame.f_code.co_firstlineno)
-        if module not in self._nodes:
-            self._nodes[module] = list(module.graph.nodes)
-        return None if index is None else self._nodes[module][index]

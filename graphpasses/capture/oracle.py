@@ -79,7 +79,16 @@ def check_step(
     model, leaves = step.model, step.batch_structure.leaves(batch)
     consensus = RankConsensus.of_graph(step.graph, next(model.parameters()).device)
     agreed = partial(consensus.raised_together, FidelityError(_ANOTHER_RANK))
-    eager = _eager(loss_fn, model, lambda: step.batch_structure.fresh(batch))
+    # As in the trace: with FSDP2 the gradients of all leaves, else those of the parameters alone.
+    inputs = None if fsdp_groups(model) else [each for each in model.parameters() if each.requires_grad]
+
+    def eager(record: AbstractContextManager[Any]) -> torch.Tensor:
+        values = step.batch_structure.fresh(batch)
+        with record:
+            loss = loss_fn(first_model(model), *values)
+            loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]
+        return loss.detach()
+
     compares = is_comparable(model)
     record = record_calls(model, step.identity, leaves, is_mode=not compares)
     try:
@@ -139,22 +148,6 @@ def _seeds_refused(step: CapturedStep, record: OperatorCalls) -> Iterator[_State
     finally:
         for generator, state in states:
             record.undo_to(generator, state)
-
-
-def _eager(
-    loss_fn: Callable[..., torch.Tensor], model: nn.Module, make_batch: Callable[[], Sequence[Any]]
-) -> Callable[[AbstractContextManager[Any]], torch.Tensor]:
-    # As in the trace: with FSDP2 the gradients of all leaves, else those of the parameters alone.
-    inputs = None if fsdp_groups(model) else [each for each in model.parameters() if each.requires_grad]
-
-    def run(record: AbstractContextManager[Any]) -> torch.Tensor:
-        batch = make_batch()
-        with record:
-            loss = loss_fn(first_model(model), *batch)
-            loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]
-        return loss.detach()
-
-    return run
 
 
 def run_step(model: nn.Module, run: Callable[[], torch.Tensor]) -> Results:

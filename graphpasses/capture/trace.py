@@ -123,10 +123,14 @@ def trace_step(
                 torch.autograd.set_multithreading_enabled(False),  # calls are seen in this thread alone
                 reads.running(),
             )
+            parameters = list(dict.fromkeys(named.values()))
             with _all(around_backward), record:
-                gradients = _differentiate(
-                    model, loss, list(dict.fromkeys(named.values())), reductions.reduced
-                )
+                if fsdp_groups(model):  # FSDP2 looks for gradients where backward leaves them
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    gradients = {each: reductions.reduced.get(each, each.grad) for each in parameters}
+                else:
+                    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+                    gradients = dict(zip(parameters, found, strict=True))
         marked = marks.of(named, reductions.unreduced, reductions.late, reductions.partly_reduced)
         return [loss, *(gradients.pop(parameter, None) for parameter in named.values()), *marked]
 
@@ -188,18 +192,6 @@ def _same_graphs(graph: fx.GraphModule, other: fx.GraphModule) -> bool:
         for node in graph.graph.find_nodes(op="get_attr")
         if isinstance(getattr(graph, node.target), torch.Tensor)
     )
-
-
-def _differentiate(
-    model: nn.Module,
-    loss: torch.Tensor,
-    parameters: list[torch.Tensor],
-    reduced: dict[torch.Tensor, torch.Tensor],
-) -> dict[torch.Tensor, torch.Tensor | None]:
-    if not fsdp_groups(model):
-        return dict(zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True))
-    loss.backward()  # type: ignore[no-untyped-call]  # FSDP2 looks for gradients where backward leaves them
-    return {parameter: reduced.get(parameter, parameter.grad) for parameter in parameters}
 
 
 _CALLED_BACKWARD = (
