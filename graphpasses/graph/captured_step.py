@@ -181,8 +181,9 @@ class CapturedStep(TrainGraph):
         if step is not self:
             tensors = step.snapshot.check(self.model)
         step = step.cut_steps.fitting(step, waiting)
-        parameters = step.snapshot.structure.named(tensors, step.parameters)
-        is_updatable = step.update is None or step.update.check(parameters)
+        is_updatable = step.update is None or step.update.check(
+            step.snapshot.structure.named(tensors, step.parameters)
+        )
         loss = step.run_unchecked(tensors, leaves, pending, is_updatable=is_updatable)
         self.cut_steps.accumulators.clear(pending)
         return loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -67,6 +68,10 @@ class ModelStructure:
     def check(self, model: nn.Module) -> list[torch.Tensor | None]:
         """Returns the model's tensors, by slot; raises if it is not what it was: the graph would go on regardless."""
         return self._tensors(self._modules(model)[0])
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether these are the modules of a model, none replaced by another."""
+        return all(map(operator.is_, model.modules(), self.modules))
 
     def named(self, tensors: Sequence[torch.Tensor | None], fqns: Iterable[str]) -> dict[str, torch.Tensor]:
         """Returns tensors, as :meth:`check` returned them, by the FQNs of parameters and buffers."""

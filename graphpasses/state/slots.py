@@ -66,8 +66,8 @@ def _write_attribute(owner: Any, name: str, value: Any) -> None:
         delattr(owner, name)
 
 
-def _read_of_class(owner: type, name: str) -> Any:
-    """Reads what stands in a class: of a ``staticmethod`` itself, not the function."""
+def read_of_class(owner: type, name: str) -> Any:
+    """Returns what stands in a class: of a ``staticmethod`` itself, not the function."""
     bases = (base for base in owner.__mro__ if name in vars(base))
     return vars(base)[name] if (base := next(bases, None)) is not None else _read_attribute(owner, name)
 
@@ -104,7 +104,7 @@ _KINDS: tuple[_Row, ...] = (
     ),
     (Asked, lambda owner, name: owner.ask(), _stays),
     ((list, tuple, deque), lambda owner, name: owner[name] if name < len(owner) else MISSING, _stays),
-    (type, _read_of_class, _write_of_class),
+    (type, read_of_class, _write_of_class),
     (weakref.ref, lambda owner, name: owner(), _stays),
     (object, _read_attribute, _write_attribute),
 )
@@ -221,6 +221,17 @@ class Owner:
         kind: Any = type(owner)
         reads = _row_of(kind)[1]
         return all(id(reads(owner, name)) == before for name, before in self._held.items())
+
+    def stands_in_dict(self) -> bool:
+        """Whether each value stands in its ``__dict__`` or, where that has not the name, its class, and stays so."""
+        state, kind = keys.attributes_of(self.value), type(self.value)
+        reads: Any = kind.__getattribute__
+        if not self._holds(self.value) or self._checked or type(state) is not dict:
+            return False
+        return reads is object.__getattribute__ and all(
+            slot.value is (state[name] if name in state else read_of_class(kind, name))
+            for name, slot in self.slots.items()
+        )
 
     def of(self, value: Any, known: dict[int, Owner]) -> Owner:
         """Returns the same names of another owner, which is alike, or the one that is known by its id already."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from graphpasses._torch.module_hooks import global_hook_ids
 from graphpasses.errors import CaptureError
 from graphpasses.state.model import ModelStructure
 from graphpasses.state.slots import AGAIN, Asked, Owner
+from graphpasses.state.unwritten import Unwritten
 
 _SINCE = " when the step was captured"
 _IN_BATCH = "give it in the batch, as a tensor, or capture the step again"
@@ -24,7 +25,7 @@ _IN_BATCH = "give it in the batch, as a tensor, or capture the step again"
 _ATTENTION = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Snapshot:
     """What a graph has built in, and each call of its step checks."""
 
@@ -33,6 +34,10 @@ class Snapshot:
     # Of the model's modules, and of objects that these hold: those forward read.
     attributes: tuple[Owner, ...] = ()
     names: tuple[Owner, ...] = ()  # values from outside that the step's code reads
+    _seen: Unwritten | None = field(default=None, init=False)  # as an earlier check found the model
+    _num_written: int = field(
+        default=0, init=False
+    )  # in how many checks, one after the other, it was written
 
     @classmethod
     def of(cls, model: nn.Module, attributes: Sequence[Owner] = (), names: Sequence[Owner] = ()) -> Snapshot:
@@ -41,11 +46,22 @@ class Snapshot:
 
     def check(self, model: nn.Module) -> list[torch.Tensor | None]:
         """Returns the model's tensors, by slot; raises, and names it, if something is not what it was."""
-        tensors = self.structure.check(model)
-        for owners, advice in ((self.attributes, AGAIN), (self.settings, AGAIN), (self.names, _IN_BATCH)):
-            for owner in owners:
-                if (found := owner.difference()) is not None:
-                    raise CaptureError(f"{found.text(_SINCE)}; {advice}")
+        tensors = None if self._seen is None else self._seen.tensors(model)
+        self._num_written = self._num_written + 1 if tensors is None else 0
+        if tensors is None:
+            # Where each check finds so, ever more rarely, since it costs as much as the check.
+            is_due = self._num_written.bit_count() == 1
+            seen, self._seen = Unwritten.of(model, self.attributes) if is_due else None, None
+            tensors = self.structure.check(model)
+            if self.structure.is_of(model):
+                _refuse(self.attributes)
+                self._seen = seen
+            else:  # a module was replaced by one that is alike, but for what forward read of it
+                self.for_model(model)
+        elif self._seen is not None:
+            _refuse(self._seen.others)
+        _refuse(self.settings)
+        _refuse(self.names, _IN_BATCH)
         return tensors
 
     def for_model(self, model: nn.Module) -> Snapshot:
@@ -56,10 +72,16 @@ class Snapshot:
         for owner in self.attributes:
             if id(owner.value) in others:
                 other = others[id(owner.value)]
-                if (found := owner.difference(other, alike=True)) is not None:
-                    raise CaptureError(f"{found.text(_SINCE)}; {AGAIN}")
+                _refuse([owner], now=other, alike=True)
                 owner.of(other, known)
         return Snapshot(structure, settings_of(model), tuple(known.values()), self.names)
+
+
+def _refuse(owners: Iterable[Owner], advice: str = AGAIN, **options: Any) -> None:
+    """Raises if an owner has something else now; options as of :meth:`Owner.difference`."""
+    for owner in owners:
+        if (found := owner.difference(**options)) is not None:
+            raise CaptureError(f"{found.text(_SINCE)}; {advice}")
 
 
 def settings_of(model: nn.Module) -> tuple[Owner, ...]:

@@ -90,6 +90,7 @@ def set_attribute(index: int, name: str, value: Any) -> Callable[[nn.Module], No
 CHANGES: list[tuple[Callable[[nn.Module], Any], str]] = [
     (set_attribute(1, "p", 0.9), was("1.p", "0.0", "0.9")),
     (set_attribute(1, "p", -0.0), was("1.p", "0.0", "-0.0")),
+    (lambda model: model.__setitem__(1, nn.Dropout(0.9)), was("1.p", "0.0", "0.9")),
     (set_attribute(1, "inplace", 0), was("1.inplace", "False", "0")),
     (set_attribute(0, "dtype", torch.bfloat16), was("0.dtype", "torch.float32", "torch.bfloat16")),
     (set_attribute(0, "default", 2.5), was("0.default", "1.5", "2.5")),
@@ -152,6 +153,7 @@ def test_a_parameter_where_there_was_none() -> None:
         set_attribute(0, "seen", (9, 9)),
         set_attribute(0, "unknown", "x"),
         set_attribute(1, "p", float("0.0")),
+        lambda model: model.__setitem__(1, nn.Dropout(0.0)),
         lambda model: setattr(model[0], "sizes", [1, 2]),
         lambda model: setattr(model[0], "config", copy.deepcopy(model[0].config)),
         lambda model: model[0].shift.add_(0.0),
