@@ -44,13 +44,6 @@ class Decisions:
         self.guards: Guards | None = None
         self._varying = varying
         self._inputs = [*_state(model), *((GraphInput(InputKind.BATCH, path), leaf) for path, leaf in leaves)]
-        self._start()
-
-    def _start(self) -> None:
-        self._slices = _Slices(self._inputs)
-        self._values: dict[Symbol, Any] = {}
-        self._decisions: list[Decision] = []
-        self._refusal = ""
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -58,7 +51,10 @@ class Decisions:
 
         It must not decide by a value that cannot be computed before a step, nor call what cannot be traced.
         """
-        self._start()
+        self._slices = _Slices(self._inputs)
+        self._values: dict[Symbol, Any] = {}
+        self._decisions: list[Decision] = []
+        self._refusal = ""
         try:
             with traced_symbols.decided_by_values(self._value_of, self._decided) as traced:
                 yield
