@@ -21,12 +21,8 @@ def hook_ids(module: nn.Module) -> tuple[int, ...]:
 
 def global_hook_ids() -> tuple[int, ...]:
     """Returns the numbers of the hooks that run around all modules, which ``register_module_*_hook`` gives."""
-    return (
-        *torch_module._global_forward_pre_hooks,
-        *torch_module._global_forward_hooks,
-        *torch_module._global_backward_pre_hooks,
-        *torch_module._global_backward_hooks,
-    )
+    before, after = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
+    return *before, *after, *torch_module._global_backward_pre_hooks, *torch_module._global_backward_hooks
 
 
 def hooks(module: nn.Module) -> Iterator[Any]:

@@ -80,11 +80,8 @@ class PythonProcessGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> Work:
         """Sends rank r the r-th part of ``input`` along dimension 0; equal parts where no sizes are given."""
-        self.exchange(
-            "all_to_all_single",
-            self._split(input.detach(), input_split_sizes),
-            self._split(output.detach(), output_split_sizes),
-        )
+        sent, received = (input.detach(), input_split_sizes), (output.detach(), output_split_sizes)
+        self.exchange("all_to_all_single", self._split(*sent), self._split(*received))
         return finished_work([output])
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:

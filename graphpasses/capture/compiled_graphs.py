@@ -14,17 +14,8 @@ from torch import fx, nn
 from graphpasses._torch.aot_autograd import describe_input, describe_output, is_tangent
 from graphpasses._torch.dynamo import live_inputs
 from graphpasses.capture.unrounded_gradients import keep_unrounded
-from graphpasses.graph import (
-    WAIT,
-    DynamoGraph,
-    GraphInput,
-    GraphOutput,
-    InputKind,
-    OutputKind,
-    Stage,
-    TrainGraph,
-    argument,
-)
+from graphpasses.graph import DynamoGraph, GraphInput, GraphOutput, InputKind, OutputKind, Stage, TrainGraph
+from graphpasses.graph.nodes import WAIT, argument
 from graphpasses.graph.parameters import ParameterInfo, parameter_infos
 from graphpasses.identity import IdentityMap
 

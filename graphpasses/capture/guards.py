@@ -332,12 +332,7 @@ def is_literal(node: fx.Node) -> bool:
     return all(user.target is aten.lift_fresh_copy.default for user in node.users)
 
 
-_COMPARISONS = {
-    aten.lt.Scalar: operator.lt,
-    aten.le.Scalar: operator.le,
-    aten.gt.Scalar: operator.gt,
-    aten.ge.Scalar: operator.ge,
-}
+_COMPARISONS = {getattr(aten, name).Scalar: getattr(operator, name) for name in ("lt", "le", "gt", "ge")}
 
 
 def certain_value(node: fx.Node) -> bool | None:

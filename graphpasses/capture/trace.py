@@ -23,16 +23,10 @@ from graphpasses._torch.operator_calls import OperatorCalls
 from graphpasses._torch.recorded_operator import MODULE_FQN, Operator
 from graphpasses._torch.step_tracer import TracedFunction, trace_with_torch
 from graphpasses._torch.symbols import each_size_its_own, mark_dims
+from graphpasses.capture import refusals
 from graphpasses.capture.guards import Decisions
 from graphpasses.capture.oracle import record_calls
 from graphpasses.capture.random_state import RandomCalls, random_state_traced
-from graphpasses.capture.refusals import (
-    failures_placed,
-    kept_tensors_refused,
-    other_memory_refused,
-    other_threads_refused,
-    torchs_errors_named,
-)
 from graphpasses.errors import CaptureError
 from graphpasses.graph.accumulation import Marks
 from graphpasses.graph.batch import Varying
@@ -92,20 +86,20 @@ def trace_step(
         records.append(record := record_calls(model, identity, args, only_undo=not is_recorded))
         around_step = (
             caches_emptied_on_error(),
-            other_threads_refused(),
+            refusals.other_threads_refused(),
             random_state_traced(random_calls),
             answers_as_in_eager(),
             collectives_with_waits(),
             decisions.watched(),
-            other_memory_refused(model),
+            refusals.other_memory_refused(model),
         )
         around_forward = (
             _autocast_refused(),
-            kept_tensors_refused(model),
+            refusals.kept_tensors_refused(model),
             other_models_refused(model),
             compiled_calls_raise(),
             _module_names_traced(model),
-            failures_placed(),
+            refusals.failures_placed(),
             reads.running(),
         )
         with _all(around_step), communication_traced(model) as reductions:
@@ -135,7 +129,12 @@ def trace_step(
         return [loss, *(gradients.pop(parameter, None) for parameter in named.values()), *marked]
 
     try:
-        with torchs_errors_named(), strides_of_kernels(), live_state_restored(model), each_size_its_own():
+        with (
+            refusals.torchs_errors_named(),
+            strides_of_kernels(),
+            live_state_restored(model),
+            each_size_its_own(),
+        ):
             given = [
                 _distinct(leaf, varying.get(path, ()))
                 for path, leaf in zip(structure.paths, leaves, strict=True)
