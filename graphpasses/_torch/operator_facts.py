@@ -19,12 +19,8 @@ from graphpasses._torch.recorded_operator import Operator
 from graphpasses._torch.schemas import inner_names, out_of_place_view, written_names
 
 # typing_extensions wraps what torch deprecates.
-NOT_THE_USERS = (
-    str(Path(torch.__file__).parent),
-    str(Path(__file__).parents[1]),
-    typing_extensions.__file__,
-    "<",
-)
+_OWN = str(Path(__file__).parents[1])
+NOT_THE_USERS = (str(Path(torch.__file__).parent), _OWN, typing_extensions.__file__, "<")
 """How the paths of files begin that are not the user's own."""
 _NUM_NUMBERS = 64
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +84,7 @@ def trace_step(
                     setattr(tensor, name, value)
         mark_parameters(model)
         records.append(record := record_calls(model, identity, args, only_undo=not is_recorded))
-        around_step = (
+        with (
             caches_emptied_on_error(),
             refusals.other_threads_refused(),
             random_state_traced(random_calls),
@@ -92,18 +92,18 @@ def trace_step(
             collectives_with_waits(),
             decisions.watched(),
             refusals.other_memory_refused(model),
-        )
-        around_forward = (
-            _autocast_refused(),
-            refusals.kept_tensors_refused(model),
-            other_models_refused(model),
-            compiled_calls_raise(),
-            _module_names_traced(model),
-            refusals.failures_placed(),
-            reads.running(),
-        )
-        with _all(around_step), communication_traced(model) as reductions:
-            with _all(around_forward), record:
+            communication_traced(model) as reductions,
+        ):
+            with (
+                _autocast_refused(),
+                refusals.kept_tensors_refused(model),
+                other_models_refused(model),
+                compiled_calls_raise(),
+                _module_names_traced(model),
+                refusals.failures_placed(),
+                reads.running(),
+                record,
+            ):
                 loss = loss_fn(first_model(model), *structure.build(args))
             if [fqn for fqn, _ in named_state(model)] != [*own]:
                 raise CaptureError("the model's parameters, buffers or ties changed while loss_fn ran")
@@ -113,12 +113,9 @@ def trace_step(
             ):
                 raise CaptureError(_CALLED_BACKWARD)
             _check_loss(loss, list(named))
-            around_backward = (
-                torch.autograd.set_multithreading_enabled(False),  # calls are seen in this thread alone
-                reads.running(),
-            )
             parameters = list(dict.fromkeys(named.values()))
-            with _all(around_backward), record:
+            # In this thread alone calls are seen.
+            with torch.autograd.set_multithreading_enabled(False), reads.running(), record:
                 if fsdp_groups(model):  # FSDP2 looks for gradients where backward leaves them
                     loss.backward()  # type: ignore[no-untyped-call]
                     gradients = {each: reductions.reduced.get(each, each.grad) for each in parameters}
@@ -144,15 +141,6 @@ def trace_step(
         for record in reversed(records):
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
     return Trace(traced, reads, decisions.guards, random_calls, records[0].calls, marks)
-
-
-@contextmanager
-def _all(scopes: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
-    """Enters all, in this order."""
-    with ExitStack() as stack:
-        for scope in scopes:
-            stack.enter_context(scope)
-        yield
 
 
 def _trace_until_settled(reads: Reads, trace: Callable[[], TracedFunction]) -> TracedFunction:

@@ -35,9 +35,7 @@ class Snapshot:
     attributes: tuple[Owner, ...] = ()
     names: tuple[Owner, ...] = ()  # values from outside that the step's code reads
     _seen: Unwritten | None = field(default=None, init=False)  # as an earlier check found the model
-    _num_written: int = field(
-        default=0, init=False
-    )  # in how many checks, one after the other, it was written
+    _num_written: int = field(default=0, init=False)  # in how many checks in a row it was written
 
     @classmethod
     def of(cls, model: nn.Module, attributes: Sequence[Owner] = (), names: Sequence[Owner] = ()) -> Snapshot:
