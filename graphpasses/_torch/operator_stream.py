@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._C._distributed_c10d import Work
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -234,75 +233,50 @@ GATHER, REDUCE = "fsdp.gather_parameter", "fsdp.reduce_gradient"
 @contextmanager
 def fsdp2_streamed(model: nn.Module, stream: OperatorStream) -> Iterator[None]:
     """Reports to ``stream`` what FSDP2's groups of a model gather and reduce in a block, parameter by parameter."""
-    groups = fsdp_groups(model)
+    groups, names = fsdp_groups(model), {"wait_for_unshard": GATHER, "post_backward": REDUCE}
     for group in groups:
-        vars(group).update(
-            wait_for_unshard=partial(_gather, group, group.wait_for_unshard, stream),
-            post_backward=partial(_reduce, group, group.post_backward, stream),
-        )
+        for name, operator in names.items():
+            vars(group)[name] = partial(_communicate, group, operator, getattr(group, name), stream)
     try:
         yield
     finally:
         for group in groups:
-            for name in ("wait_for_unshard", "post_backward"):
+            for name in names:
                 vars(group).pop(name, None)
 
 
-def _gather(group: FSDPParamGroup, original: Callable[[], None], stream: OperatorStream) -> None:
-    shards = {
-        parameter: stream.see("shard", _local(parameter.sharded_param))
-        for parameter in (group.fsdp_params if group._all_gather_result else ())
-    }
-    original()
-    _wait(group)
-    for parameter, shard in shards.items():
-        whole = stream.see("parameter", _local(parameter.unsharded_param))
-        _report(group, stream, GATHER, parameter, shard, whole)
-
-
-def _reduce(
-    group: FSDPParamGroup, original: Callable[..., None], stream: OperatorStream, *unused: Any
+def _communicate(
+    group: FSDPParamGroup, operator: str, original: Callable[..., None], stream: OperatorStream, *unused: Any
 ) -> None:
-    before = {
-        parameter: stream.see("gradient", _local(gradient))
-        for parameter in group.fsdp_params
-        if group.reduce_grads and (gradient := unreduced_gradient(parameter)) is not None
-    }
+    """Lets a group gather or reduce, and reports it for each parameter."""
+    is_reduced = operator == REDUCE
+    given: dict[Any, Tensor] = {}
+    if not is_reduced and group._all_gather_result:
+        given = {each: each.sharded_param for each in group.fsdp_params}
+    elif is_reduced and group.reduce_grads:
+        found = ((each, unreduced_gradient(each)) for each in group.fsdp_params)
+        given = {each: gradient for each, gradient in found if gradient is not None}
+    read_name, made_name = ("gradient", "reduced gradient") if is_reduced else ("shard", "parameter")
+    read = {each: stream.see(read_name, _local(tensor)) for each, tensor in given.items()}
     original(*unused)
-    _wait(group)
-    for parameter, seen in before.items():
-        if parameter.sharded_param.grad is not None:
-            reduced = stream.see("reduced gradient", _local(parameter.sharded_param.grad))
-            _report(group, stream, REDUCE, parameter, seen, reduced)
+    if group.device.type != "cpu":
+        torch.accelerator.synchronize(group.device)
+    ranks = [group._reduce_scatter_process_group] if read else []
+    ranks += [group._all_reduce_process_group] if read and is_reduced and group._is_hsdp else []
+    options = [f"ranks={list(group_ranks(each))}" for each in ranks]
+    options += [f"gradient_divide_factor={group.gradient_divide_factor}"] if is_reduced else []
+    phase: Phase = "reduction" if is_reduced else "forward"
+    for parameter, seen in read.items():
+        if (result := parameter.sharded_param.grad if is_reduced else parameter.unsharded_param) is None:
+            continue
+        fqn = parameter._param_fqn or parameter._module_info.param_name
+        where = Where(fqn.rpartition(".")[0], None, in_backward=is_reduced, phase=phase)
+        made = stream.see(made_name, _local(result))
+        stream.report(Operator(operator, where, (seen,), (made,), (fqn, *options), is_collective=True))
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _wait(group: FSDPParamGroup) -> None:
-    if group.device.type != "cpu":
-        torch.accelerator.synchronize(group.device)
-
-
-def _report(
-    group: FSDPParamGroup,
-    stream: OperatorStream,
-    operator: str,
-    parameter: FSDPParam,
-    read: Value,
-    made: Value,
-) -> None:
-    fqn = parameter._param_fqn or parameter._module_info.param_name
-    is_reduced = operator == REDUCE
-    phase: Phase = "reduction" if is_reduced else "forward"
-    arguments = [fqn, f"ranks={list(group_ranks(group._reduce_scatter_process_group))}"]
-    if is_reduced and group._is_hsdp:
-        arguments.append(f"ranks={list(group_ranks(group._all_reduce_process_group))}")
-    if is_reduced:
-        arguments.append(f"gradient_divide_factor={group.gradient_divide_factor}")
-    where = Where(fqn.rpartition(".")[0], None, in_backward=is_reduced, phase=phase)
-    stream.report(Operator(operator, where, (read,), (made,), tuple(arguments), is_collective=True))
 
 
 _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<function>.*)')
