@@ -125,10 +125,7 @@ def strides_of_kernels() -> Iterator[None]:
         **dict.fromkeys(_CONTIGUOUS, lambda value, *_: value.contiguous()),
         **{operator: functools.partial(_in_format_of, index) for operator, index in _IN_FORMAT_OF.items()},
     }
-    table = {
-        operator: _with_strides(decomposition_table[operator], restride)
-        for operator, restride in strides.items()
-    }
+    table = {op: _with_strides(decomposition_table[op], restride) for op, restride in strides.items()}
     views = {
         operator: functools.partial(_view, op_implementations_dict[operator])
         for operator in (aten.view.default, aten._unsafe_view.default)
@@ -178,10 +175,8 @@ def _dim_order(torchs: Callable[..., tuple[list[int], bool]], *tensors: Any, **o
     is_one_shape = len(tensors) > 1 and all(
         isinstance(each, torch.Tensor) and each.shape == tensors[0].shape for each in tensors
     )
-    if is_one_shape and all(
-        is_contiguous_for_memory_format_or_false(each, memory_format=torch.contiguous_format)
-        for each in tensors
-    ):
+    is_contiguous: Any = is_contiguous_for_memory_format_or_false
+    if is_one_shape and all(is_contiguous(t, memory_format=torch.contiguous_format) for t in tensors):
         return list(range(tensors[0].dim())), False
     return torchs(*tensors, **options)
 

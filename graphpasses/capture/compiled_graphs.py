@@ -97,12 +97,10 @@ def read_aot_graph(module: fx.GraphModule, stage: Stage, origin: ModelInputs) ->
     outputs = []
     for desc in described:
         index, attr, text = describe_output(desc)
-        is_gradient = index is not None and origin.inputs[index].kind is InputKind.PARAMETER
-        outputs.append(
-            GraphOutput(OutputKind.GRADIENT, origin.inputs[index].fqn, attr)
-            if is_gradient and index is not None
-            else GraphOutput(OutputKind.VALUE, text)
-        )
+        if index is not None and origin.inputs[index].kind is InputKind.PARAMETER:
+            outputs.append(GraphOutput(OutputKind.GRADIENT, origin.inputs[index].fqn, attr))
+        else:
+            outputs.append(GraphOutput(OutputKind.VALUE, text))
     model = origin.model() or nn.Module()
     graph = TrainGraph(
         module=module,

@@ -21,7 +21,7 @@ import graphpasses
 from graphpasses._torch import symbols as traced_symbols
 from graphpasses._torch.fake_mode import is_fake, outside_tracing
 from graphpasses._torch.schemas import inner_names, is_tensor_subclass
-from graphpasses._torch.symbols import bound_symbols, value_at
+from graphpasses._torch.symbols import as_number, bound_symbols, value_at
 from graphpasses.analysis.effects import Effects, operator_effects
 from graphpasses.errors import CaptureError
 from graphpasses.graph import GraphInput, InputKind
@@ -105,9 +105,7 @@ class Decisions:
         self._slices.follow(traced.graph)
         stated = {symbol for decision in self._decisions for symbol in decision.condition.free_symbols}
         told = [
-            Decision(
-                sympy.Eq(symbol, traced_symbols.as_number(value), evaluate=False), "an operator of torch"
-            )
+            Decision(sympy.Eq(symbol, as_number(value), evaluate=False), "an operator of torch")
             for symbol, value in self._values.items()
             if symbol not in stated
         ]

@@ -251,11 +251,8 @@ def _tensor_difference(ours: TensorFacts, theirs: TensorFacts) -> str | None:
     if (ours.dtype, ours.device) != (theirs.dtype, theirs.device) or not _same(ours.shape, theirs.shape):
         return ""
     # Where a dimension has one element, or a tensor none, strides mean nothing.
-    strides = [
-        (a, b)
-        for a, b, size in zip(ours.stride, theirs.stride, theirs.shape, strict=False)
-        if size != 1 and 0 not in theirs.shape
-    ]
+    each = zip(ours.stride, theirs.stride, theirs.shape, strict=False)
+    strides = [(a, b) for a, b, size in each if size != 1 and 0 not in theirs.shape]
     if not _same(*zip(*strides, strict=True)) if strides else False:
         return f"strides {list(theirs.stride)} against {list(ours.stride)}"
     if ours.origin != theirs.origin:

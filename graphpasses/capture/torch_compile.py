@@ -176,11 +176,7 @@ def _compile(
 
 def _checked(outputs: Sequence[Any], backward_checks: Sequence[Callable[[], Callable[..., None]]]) -> Any:
     """Lets the backward of what a compiled graph returned begin with checks."""
-    trained = [
-        index
-        for index, value in enumerate(outputs)
-        if isinstance(value, torch.Tensor) and value.requires_grad
-    ]
+    trained = [i for i, each in enumerate(outputs) if isinstance(each, torch.Tensor) and each.requires_grad]
     if not trained:
         return outputs
     checks = [begin() for begin in backward_checks]

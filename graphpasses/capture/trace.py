@@ -132,10 +132,8 @@ def trace_step(
             live_state_restored(model),
             each_size_its_own(),
         ):
-            given = [
-                _distinct(leaf, varying.get(path, ()))
-                for path, leaf in zip(structure.paths, leaves, strict=True)
-            ]
+            named = zip(structure.paths, leaves, strict=True)
+            given = [_distinct(leaf, varying.get(path, ())) for path, leaf in named]
             traced = _trace_until_settled(reads, lambda: trace_with_torch(step, model)(*given))
     finally:
         for record in reversed(records):
