@@ -30,10 +30,8 @@ _STATES = ("graphpasses.read_random_state.default", "graphpasses.set_random_stat
 _ONE_HOT = ["aten.zeros.default", "aten.scatter_.value"]
 _ONE_HOT_TRACED = ["aten.arange.default", "aten.eq.Tensor", "aten._to_copy.default"]
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
-_WAITS = (
-    torch.ops._c10d_functional.wait_tensor.default,
-    torch.ops._c10d_functional._wrap_tensor_autograd.default,
-)
+_c10d = torch.ops._c10d_functional
+_WAITS = (_c10d.wait_tensor.default, _c10d._wrap_tensor_autograd.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +177,9 @@ def arguments_to_save(func: Any) -> tuple[tuple[int, str], ...]:
     """Returns positions and names of the arguments that an operator writes, and of generators."""
     if not isinstance(func, torch._ops.OpOverload):
         return ()
+    arguments, names = enumerate(func._schema.arguments), written_names(func)
     return tuple(
-        (position, argument.name)
-        for position, argument in enumerate(func._schema.arguments)
-        if argument.name in written_names(func) or "Generator" in str(argument.type)
+        (p, each.name) for p, each in arguments if each.name in names or "Generator" in str(each.type)
     )
 
 

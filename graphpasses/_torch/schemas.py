@@ -106,13 +106,10 @@ def out_of_place_view(target: Any) -> Any:
 @cache
 def written_names(target: Any) -> frozenset[str]:
     """Returns the names of the arguments that an operator writes, also where its schema does not say so."""
-    return frozenset(
-        argument.name
-        for schema in schemas(target)
-        for argument in schema.arguments
-        if argument.is_write
-        or (argument.name.startswith("running_") and schema.name in _WRITE_RUNNING_STATISTICS)
-    )
+    every = [(each.name, argument) for each in schemas(target) for argument in each.arguments]
+    written = {argument.name for _, argument in every if argument.is_write}
+    running = {argument.name for name, argument in every if name in _WRITE_RUNNING_STATISTICS}
+    return frozenset(written.union(name for name in running if name.startswith("running_")))
 
 
 def is_seeded(target: Any) -> bool:
