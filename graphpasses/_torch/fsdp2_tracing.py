@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 
 from graphpasses._torch import fsdp2, fsdp2_dtypes
 from graphpasses._torch.fsdp2 import fsdp_groups, fsdp_states
-from graphpasses._torch.fsdp2_reductions import own_reduction
 from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.identity import attributes_restored
 
@@ -252,7 +251,7 @@ def _reduce(
     if len({row.dtype for row in rows}) > 1:  # what the copy casts is what is cast before it
         rows = [row.to(dtype) for row in rows]
     packed = _divided(aten._chunk_cat.default(rows, 0, num_shards).to(dtype), predivide)
-    own = own_reduction(group)
+    own = fsdp2.own_reduction(group)
     if num_shards > 1 and own is not None:
         value = collectives.wait_tensor.default(own.reduce_scatter(packed, process_group))
     elif num_shards > 1:

@@ -30,8 +30,10 @@ _STATES = ("graphpasses.read_random_state.default", "graphpasses.set_random_stat
 _ONE_HOT = ["aten.zeros.default", "aten.scatter_.value"]
 _ONE_HOT_TRACED = ["aten.arange.default", "aten.eq.Tensor", "aten._to_copy.default"]
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
-_c10d = torch.ops._c10d_functional
-_WAITS = (_c10d.wait_tensor.default, _c10d._wrap_tensor_autograd.default)
+_WAITS = (
+    torch.ops._c10d_functional.wait_tensor.default,
+    torch.ops._c10d_functional._wrap_tensor_autograd.default,
+)
 
 
 @dataclass(frozen=True, slots=True)
