@@ -14,6 +14,9 @@ from torch.distributed.fsdp import fully_shard
 
 from experiments.emulated_cluster.clock import Clock, WallClock
 from experiments.emulated_cluster.cluster import Cluster, emulated_cluster
+from experiments.emulated_cluster.models import MODELS
+from experiments.emulated_cluster.run import BLOCKS, ORDER, compare
+from experiments.fsdp_parity.models import Decoder, llama_block
 
 SECONDS = 10.0
 
@@ -94,3 +97,18 @@ def test_a_wall_clock_sleeps() -> None:
     clock.wait_until(start + 0.02)
     clock.wait_until(start)
     assert 0.02 <= clock.now() - start < 1.0
+
+
+def test_all_orders_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tiny() -> nn.Module:
+        return Decoder([llama_block(32) for _ in range(2)], nn.RMSNorm(32), 4096, dim=32)
+
+    monkeypatch.setitem(MODELS, "tiny", tiny)
+    found = compare("tiny", 8, 1, is_wall=False, tokens=9)
+    assert len(found.variants) == 7
+    assert all(each.has_eager_bits for each in found.variants.values())
+    planned = {name: found.variants[name].planned for name in (ORDER, BLOCKS)}
+    assert planned[BLOCKS] is not None
+    assert planned[ORDER] is not None
+    assert planned[BLOCKS].wire == pytest.approx(planned[ORDER].wire)
+    assert found.predicted_gain > 0
