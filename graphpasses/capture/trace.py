@@ -153,9 +153,8 @@ def _trace_until_settled(reads: Reads, trace: Callable[[], TracedFunction]) -> T
         changed_again = reads.changed()
         for slot, first in changed.items():
             second = changed_again.get(slot)
-            texts = [
-                str(key) for key in (first.before, first.now, first.before if second is None else second.now)
-            ]
+            last = first.before if second is None else second.now
+            texts = [*map(str, (first.before, first.now, last))]
             if second is None or second.now != first.now:
                 raise CaptureError(
                     f"forward reads attribute {slot.path!r} and changes it at each call ({', '.join(texts)}), and "

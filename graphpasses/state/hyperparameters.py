@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -97,8 +97,6 @@ def _kind(value: Any) -> str:
     return repr(value)  # not by ==, for which 1 is True
 
 
-def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (list, tuple)):
-        yield from ((f"{name}[{place}]", each) for place, each in enumerate(value))
-    else:
-        yield name, value
+def _parts(name: str, value: Any) -> list[tuple[str, Any]]:
+    is_list = isinstance(value, (list, tuple))
+    return [(f"{name}[{place}]", each) for place, each in enumerate(value)] if is_list else [(name, value)]

@@ -181,10 +181,8 @@ def are_alike(value: Any, other: Any) -> bool:
     if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
         return same_bits(value, other)
     if isinstance(value, partial) and isinstance(other, partial):
-        parts = zip(
-            (value.func, value.args, value.keywords), (other.func, other.args, other.keywords), strict=True
-        )
-        return all(are_alike(*each) for each in parts)
+        parts, others = ([each.func, each.args, each.keywords] for each in (value, other))
+        return are_alike(parts, others)
     if isinstance(value, SimpleNamespace) and isinstance(other, SimpleNamespace):
         return are_alike(vars(value), vars(other))
     if isinstance(value, dict) and isinstance(other, dict):
