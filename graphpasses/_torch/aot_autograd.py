@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
@@ -24,33 +24,34 @@ from graphpasses._torch.symbols import guessed_sizes
 
 Rewrite = Callable[[fx.GraphModule], None]
 Compiled = Callable[..., Any]
-Context = Callable[[], AbstractContextManager[Any]]
 
 
-def compile_aot_eager(
-    module: fx.GraphModule,
-    inputs: Sequence[Any],
-    joint: Rewrite,
-    forward: Rewrite,
-    backward: Rewrite,
-    while_compiling: Context,
-) -> Compiled:
-    """Compiles a Dynamo graph by AOTAutograd, and runs the ATen graphs as they are, rewritten in place.
+class Stages(NamedTuple):
+    """What rewrites, in place, the graphs that AOTAutograd makes of one."""
 
-    ``while_compiling`` is entered for each compilation; the backward graph's may come when the first backward runs.
+    joint: Rewrite
+    forward: Rewrite
+    backward: Rewrite
+    # Entered for each compilation; the backward graph's may come when the first backward runs.
+    while_compiling: Callable[[], AbstractContextManager[Any]]
+
+
+def compile_aot_eager(module: fx.GraphModule, inputs: Sequence[Any], stages: Stages) -> Compiled:
+    """Compiles a Dynamo graph by AOTAutograd, and runs the ATen graphs as they are, rewritten.
+
     Without gradients there is one graph: ``joint`` rewrites it first, then ``forward``.
     """
 
     def partition(
         gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        joint(gm)
+        stages.joint(gm)
         with functorch_config.patch(cse=False), guessed_sizes(joint_inputs):
             return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
     def compiler(*rewrites: Rewrite) -> Callable[..., Any]:
         def compile_graph(gm: fx.GraphModule, _: Any) -> Compiled:
-            with while_compiling():
+            with stages.while_compiling():
                 for rewrite in rewrites:
                     rewrite(gm)
                 gm.recompile()
@@ -66,9 +67,9 @@ def compile_aot_eager(
         return compile_graph
 
     compiled: Compiled = aot_autograd(
-        fw_compiler=compiler(forward),
-        bw_compiler=compiler(backward),
-        inference_compiler=compiler(joint, forward),
+        fw_compiler=compiler(stages.forward),
+        bw_compiler=compiler(stages.backward),
+        inference_compiler=compiler(stages.joint, stages.forward),
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )(module, inputs)
@@ -87,15 +88,7 @@ class _Passes(CustomGraphPass):
         return self._digest
 
 
-def compile_inductor(
-    module: fx.GraphModule,
-    inputs: Sequence[Any],
-    joint: Rewrite,
-    forward: Rewrite,
-    backward: Rewrite,
-    while_compiling: Context,
-    digest: str,
-) -> Compiled:
+def compile_inductor(module: fx.GraphModule, inputs: Sequence[Any], stages: Stages, digest: str) -> Compiled:
     """Compiles likewise with Inductor; ``digest``, all that the rewrites depend on, is part of its caches' key."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -103,16 +96,16 @@ def compile_inductor(
 
     @functools.wraps(compile_fx_inner)
     def compile_graph(*args: Any, **kwargs: Any) -> Any:
-        with while_compiling():
+        with stages.while_compiling():
             return compile_fx_inner(*args, **kwargs)
 
     def rewrite_joint(gm: fx.GraphModule) -> None:
-        joint(gm)
+        stages.joint(gm)
         decompose(gm)
 
     def rewrite_half(gm: fx.GraphModule) -> None:
         stable_topological_sort(gm.graph)  # Inductor does so later
-        (backward if any(map(is_tangent, gm.graph.nodes)) else forward)(gm)
+        (stages.backward if any(map(is_tangent, gm.graph.nodes)) else stages.forward)(gm)
 
     # Halves after Inductor's passes: those remove clones, as if no operator wrote into its arguments.
     ours = {"joint_custom_pre_pass": rewrite_joint, "post_grad_custom_post_pass": rewrite_half}

@@ -189,11 +189,8 @@ class _Region:
 
     def _forget(self) -> None:
         """Lets Dynamo forget what it compiled: entries hold what they ran, and with it the model."""
-        entries = [
-            entry
-            for code, *_ in self._codes.values()
-            for entry in _get_cache_entries_for_region(code, self.number)
-        ]
+        codes = (code for code, *_ in self._codes.values())
+        entries = [each for code in codes for each in _get_cache_entries_for_region(code, self.number)]
         for entry in entries:
             guards: Any = entry.guard_manager
             if isinstance(guards, DeletedGuardManagerWrapper):  # something that they guard is gone already

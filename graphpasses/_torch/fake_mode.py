@@ -122,13 +122,10 @@ def strides_of_kernels() -> Iterator[None]:
     """Gives fake results in the block the strides of the kernels, by which a ``reshape`` is a view or a copy."""
     strides: dict[Any, Callable[..., torch.Tensor]] = {
         **dict.fromkeys(_LIKE_FIRST, _like_first),
-        **dict.fromkeys(_CONTIGUOUS, _contiguous),
+        **dict.fromkeys(_CONTIGUOUS, lambda value, *_: value.contiguous()),
         **{operator: functools.partial(_in_format_of, index) for operator, index in _IN_FORMAT_OF.items()},
     }
-    table = {
-        operator: _with_strides(decomposition_table[operator], restride)
-        for operator, restride in strides.items()
-    }
+    table = {op: _with_strides(decomposition_table[op], restride) for op, restride in strides.items()}
     views = {
         operator: functools.partial(_view, op_implementations_dict[operator])
         for operator in (aten.view.default, aten._unsafe_view.default)
@@ -178,10 +175,8 @@ def _dim_order(torchs: Callable[..., tuple[list[int], bool]], *tensors: Any, **o
     is_one_shape = len(tensors) > 1 and all(
         isinstance(each, torch.Tensor) and each.shape == tensors[0].shape for each in tensors
     )
-    if is_one_shape and all(
-        is_contiguous_for_memory_format_or_false(each, memory_format=torch.contiguous_format)
-        for each in tensors
-    ):
+    is_contiguous: Any = is_contiguous_for_memory_format_or_false
+    if is_one_shape and all(is_contiguous(t, memory_format=torch.contiguous_format) for t in tensors):
         return list(range(tensors[0].dim())), False
     return torchs(*tensors, **options)
 
@@ -202,10 +197,6 @@ def _with_strides(
 
 def _like_first(value: torch.Tensor, first: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(first, dtype=value.dtype) if value.shape == first.shape else value.contiguous()
-
-
-def _contiguous(value: torch.Tensor, *_: Any) -> torch.Tensor:
-    return value.contiguous()
 
 
 def _in_format_of(index: int, value: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -237,7 +228,10 @@ def fake_call(mode: FakeTensorMode, target: Any, args: tuple[Any, ...], kwargs: 
         with mode:
             if isinstance(target, torch._ops.OpOverload) and writes_arguments(target):
                 # What it is given is kept by nodes, and one that is written in place may get other sizes.
-                args, kwargs = pytree.tree_map(_alias, (args, dict(kwargs)))
+                args, kwargs = pytree.tree_map(
+                    lambda each: aten.alias.default(each) if type(each) is FakeTensor else each,
+                    (args, dict(kwargs)),
+                )
             return target(*args, **kwargs)
     with fake_tensor.in_kernel_invocation_manager(mode), torch._C._AutoDispatchBelowAutograd():
         result = target(*args, **kwargs)
@@ -276,10 +270,6 @@ def fake_call_for_all_sizes(
     # Ours, or what an operator makes of it; or that of a call that cannot be. Nothing is known then, or proved.
     except Exception:
         return None
-
-
-def _alias(value: Any) -> Any:
-    return torch.ops.aten.alias.default(value) if type(value) is FakeTensor else value
 
 
 def _without_symbol(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Reads the parameter groups of a model that FSDP2's ``fully_shard`` was applied to, and their settings."""
+"""The parameter groups of a model that FSDP2's ``fully_shard`` was applied to, their settings and reductions."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -18,7 +19,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_modu
 
 from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.fsdp2_dtypes import compute_dtypes, group_policies, kept_dtypes, reduce_dtype
-from graphpasses._torch.fsdp2_reductions import ReduceScatterInGraph, own_reduction
 from graphpasses.errors import LayoutError, UnsupportedError
 from graphpasses.identity import same_bits
 
@@ -190,10 +190,9 @@ def _read_group(
         raise LayoutError(
             f"FSDP2 group {name!r} has {len(outside)} parameters outside the model; pass the whole model"
         )
-    shard_group = group._reduce_scatter_process_group
-    replicate_group = group._all_reduce_process_group if isinstance(mesh_info, HSDPMeshInfo) else None
+    shards, replicas = shard_group(group), replicate_group(group)
     wire_dtype = reduce_dtype(group, name)
-    predivide, postdivide, *ops = divide_factors(group, shard_group, replicate_group, wire_dtype)
+    predivide, postdivide, *ops = divide_factors(group, shards, replicas, wire_dtype)
     # What is multiplied by one before it is added keeps its bits; torchtitan divides by its number of tokens instead.
     is_plain_sum = group.gradient_divide_factor == 1
     reduce_scatter_op: str | None
@@ -208,7 +207,7 @@ def _read_group(
             f"FSDP2 group {name!r} with gradient divide factor {group.gradient_divide_factor} reduces with "
             "PREMUL_SUM, for which functional collectives have no equivalent; on the eager model call "
             "set_force_sum_reduction_for_comms(True), or set_gradient_divide_factor"
-            f"({float(shard_group.size())}), the size of its shard group"
+            f"({float(shards.size())}), the size of its shard group"
         )
     return ParameterGroup(
         name=name,
@@ -222,8 +221,8 @@ def _read_group(
             for parameter in group.fsdp_params
             for info in [parameter._module_info]
         ),
-        shard_ranks=tuple(dist.get_process_group_ranks(shard_group)),
-        replicate_ranks=tuple(dist.get_process_group_ranks(replicate_group)) if replicate_group else None,
+        shard_ranks=tuple(dist.get_process_group_ranks(shards)),
+        replicate_ranks=tuple(dist.get_process_group_ranks(replicas)) if replicas else None,
         reduce_scatter_op=reduce_scatter_op,
         all_reduce_op=all_reduce_op,
         is_premultiplied=any(op_name(op) is None for op in ops),
@@ -240,11 +239,11 @@ def _read_group(
 
 
 def divide_factors(
-    group: FSDPParamGroup, shard_group: Any, replicate_group: Any, dtype: torch.dtype
+    group: FSDPParamGroup, shards: Any, replicas: Any, dtype: torch.dtype
 ) -> tuple[float | None, float | None, Any, Any]:
     """Returns by what a group divides gradients before and after it reduces them, and both its reductions."""
     settings = group.gradient_divide_factor, group.force_sum_reduction_for_comms
-    return _get_gradient_divide_factors(shard_group, replicate_group, dtype, group.device.type, *settings)
+    return _get_gradient_divide_factors(shards, replicas, dtype, group.device.type, *settings)
 
 
 def op_name(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> ReduceOpName | None:
@@ -297,3 +296,54 @@ def refuse_custom_communication(groups: Iterable[FSDPParamGroup]) -> None:
                     "(set_custom_all_gather, set_custom_reduce_scatter, set_symm_mem_for_comm), whose bits a graph's "
                     "collectives may not have. Remove it"
                 )
+
+
+class ReduceScatterInGraph(ReduceScatter):
+    """A custom reduce-scatter of FSDP2 (``set_custom_reduce_scatter``) that a captured step has as operators.
+
+    Eagerly it reduces over the replicas of HSDP, too; in a graph an all-reduce of its own does.
+    """
+
+    reduce_scatter_op: str  # the names of what it does, for layouts; no other reduction has them
+    all_reduce_op: str
+    # In which it is reduced over replicas; None is that of the reduce-scatter.
+    all_reduce_dtype: torch.dtype | None
+
+    def reduce_scatter(self, packed: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Reduces packed gradients over shards, by operators that can be traced."""
+        raise NotImplementedError
+
+    def all_reduce(self, packed: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Reduces over replicas what was reduced over shards, likewise."""
+        raise NotImplementedError
+
+
+def own_reduction(group: FSDPParamGroup) -> ReduceScatterInGraph | None:
+    """Returns what a group reduces by, if a captured step can have it; None for FSDP2's own, or another's."""
+    comm = group._reduce_scatter_comm
+    return comm if isinstance(comm, ReduceScatterInGraph) else None
+
+
+def shard_group(group: FSDPParamGroup) -> dist.ProcessGroup:
+    """Returns the ranks that a group's reduce-scatter joins."""
+    return group._reduce_scatter_process_group
+
+
+def replicate_group(group: FSDPParamGroup) -> dist.ProcessGroup | None:
+    """Returns the ranks that HSDP's all-reduce joins; None without HSDP."""
+    return group._all_reduce_process_group if isinstance(group.mesh_info, HSDPMeshInfo) else None
+
+
+def mesh_ranks(group: FSDPParamGroup) -> tuple[int, ...]:
+    """Returns the global ranks of a group's mesh, row by row: replicas, and the shards of each."""
+    return tuple(group.mesh_info.mesh.mesh.flatten().tolist())
+
+
+def refuse_partial_reduction(group: FSDPParamGroup) -> None:
+    """Raises where a group that reduces in an order of its own is to keep sums over its shards alone."""
+    if group.reduce_grads and not group.all_reduce_grads and replicate_group(group) is not None:
+        raise UnsupportedError(
+            f"FSDP2 group {group_name(group)!r} is to keep gradients that are reduced over its shards "
+            "and not over its replicas (set_requires_all_reduce(False)), which would be added in another order than "
+            "canonical_reductions has. Reduce the gradients of each microbatch, and add them with MicrobatchTree"
+        )

@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.dtensor import local_part
-from graphpasses._torch.fsdp2 import fsdp_groups
-from graphpasses._torch.fsdp2_reductions import own_reduction, refuse_partial_reduction
+from graphpasses._torch.fsdp2 import fsdp_groups, own_reduction, refuse_partial_reduction, replicate_group
 from graphpasses.errors import CaptureError
 
 
@@ -127,7 +125,7 @@ class Accumulators:
 def _is_partial(group: FSDPParamGroup) -> bool:
     if own_reduction(group) is not None:
         refuse_partial_reduction(group)
-    return group.reduce_grads and not group.all_reduce_grads and isinstance(group.mesh_info, HSDPMeshInfo)
+    return group.reduce_grads and not group.all_reduce_grads and replicate_group(group) is not None
 
 
 def unreduced_gradient(parameter: FSDPParam) -> torch.Tensor | None:

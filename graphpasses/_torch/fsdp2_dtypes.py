@@ -96,9 +96,7 @@ def simple_reduce_dtype(
         reduce_dtype = next(iter(dtypes), param_dtype)
     for fqn, parameter in trained.items():
         compute_dtype = param_dtype or parameter.dtype
-        if reduce_dtype in (None, compute_dtype):
-            continue
-        if reduce_dtype.itemsize <= compute_dtype.itemsize:
+        if reduce_dtype not in (None, compute_dtype) and reduce_dtype.itemsize <= compute_dtype.itemsize:
             raise UnsupportedError(
                 f"the gradients of parameter {fqn!r} are computed in {compute_dtype}, and from torch 2.15 on FSDP2 "
                 f"adds those of its uses in reduce_dtype {reduce_dtype} already; SimpleFSDP does not. Capture the "

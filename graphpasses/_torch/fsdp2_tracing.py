@@ -24,15 +24,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
-from graphpasses._torch import fsdp2
+from graphpasses._torch import fsdp2, fsdp2_dtypes
 from graphpasses._torch.fsdp2 import fsdp_groups, fsdp_states
-from graphpasses._torch.fsdp2_dtypes import (
-    KEEPS_GRADIENT_DTYPES,
-    check_kept_dtypes,
-    make_leaf,
-    unsharded_spec,
-)
-from graphpasses._torch.fsdp2_reductions import own_reduction
 from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.identity import attributes_restored
 
@@ -203,9 +196,9 @@ def _gather(group: FSDPParamGroup) -> None:
             whole = torch.cat(torch.split(whole, shard.shape[0]), dim)
         elif whole.shape != size:
             whole = whole[: size[0]]
-        if (spec := unsharded_spec(parameter, whole)) is not None:
+        if (spec := fsdp2_dtypes.unsharded_spec(parameter, whole)) is not None:
             whole = _from_local_no_grad(whole, spec)
-        parameter._unsharded_param = make_leaf(parameter, whole)
+        parameter._unsharded_param = fsdp2_dtypes.make_leaf(parameter, whole)
 
 
 def _padded_shard(parameter: FSDPParam, num_shards: int) -> Tensor:
@@ -238,8 +231,8 @@ def _reduce(
     """Reduces what a group has of gradients, as ``foreach_reduce`` of FSDP2's ``_fsdp_collectives.py``."""
     parameters: list[FSDPParam] = call["fsdp_params"]
     gradients: list[Tensor] = call["unsharded_grads"]
-    if KEEPS_GRADIENT_DTYPES:
-        kept: torch.dtype | None = check_kept_dtypes(fsdp2.group_name(group), parameters)
+    if fsdp2_dtypes.KEEPS_GRADIENT_DTYPES:
+        kept: torch.dtype | None = fsdp2_dtypes.check_kept_dtypes(fsdp2.group_name(group), parameters)
     else:
         _check_dtypes(group, parameters, gradients)
         kept = call["orig_dtype"]
@@ -258,7 +251,7 @@ def _reduce(
     if len({row.dtype for row in rows}) > 1:  # what the copy casts is what is cast before it
         rows = [row.to(dtype) for row in rows]
     packed = _divided(aten._chunk_cat.default(rows, 0, num_shards).to(dtype), predivide)
-    own = own_reduction(group)
+    own = fsdp2.own_reduction(group)
     if num_shards > 1 and own is not None:
         value = collectives.wait_tensor.default(own.reduce_scatter(packed, process_group))
     elif num_shards > 1:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""The names under which a module's ``__dict__`` has the dicts of its hooks."""
+_hooks_of = operator.itemgetter(*HOOKS)
+
 
 def hook_ids(module: nn.Module) -> tuple[int, ...]:
     """Returns the numbers of the hooks that run around a module's forward and backward; torch gives none twice."""
-    before, after = module._forward_pre_hooks, module._forward_hooks
-    backward_before, backward = module._backward_pre_hooks, module._backward_hooks
-    if before or after or backward_before or backward:
-        return (*before, *after, *backward_before, *backward)
-    return ()
+    before, after, backward_before, backward = _hooks_of(module.__dict__)
+    return (*before, *after, *backward_before, *backward)
 
 
 def global_hook_ids() -> tuple[int, ...]:
@@ -38,10 +41,8 @@ def global_hook_ids() -> tuple[int, ...]:
 
 
 def hooks(module: nn.Module) -> Iterator[Any]:
-    """Yields the hooks that run around a module's forward and backward."""
-    before, after = module._forward_pre_hooks, module._forward_hooks
-    for each in (before, after, module._backward_pre_hooks, module._backward_hooks):
-        yield from each.values()
+    """Returns the hooks that run around a module's forward and backward."""
+    return chain.from_iterable(each.values() for each in _hooks_of(vars(module)))
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -99,11 +99,8 @@ class OperatorCalls(OperatorRecorder):  # type: ignore[no-untyped-call]
             results = func(*args, **kwargs)
             self._trace_origins(func, args, kwargs, results, None if is_left_out else FORMULA)
             return results
-        inputs = (
-            (facts.numbers_of(args[0]),)
-            if func is LIFT_FRESH
-            else tuple(map(self._facts, (*args, *kwargs.values())))
-        )
+        inputs: Any = map(self._facts, (*args, *kwargs.values()))
+        inputs = (facts.numbers_of(args[0]),) if func is LIFT_FRESH else tuple(inputs)
         results = func(*args, **kwargs)
         self._trace_origins(func, args, kwargs, results, len(self.calls))
         operator = str(func)
@@ -162,15 +159,11 @@ class OperatorCalls(OperatorRecorder):  # type: ignore[no-untyped-call]
     def _facts(self, value: Any) -> Any:
         match value:
             case torch.Tensor():
-                is_strided = value.layout == torch.strided
-                return TensorFacts(
-                    self._origin(value),
-                    facts.known_numbers((value.storage_offset(),))[0] if is_strided else None,
-                    value.dtype,
-                    value.device.type,
-                    facts.known_numbers(value.shape),
-                    facts.known_numbers(value.stride()) if is_strided else (),
-                )
+                is_strided, shape = value.layout == torch.strided, facts.known_numbers(value.shape)
+                place = (value.storage_offset(), *value.stride()) if is_strided else (None,)
+                offset, *stride = facts.known_numbers(place)
+                kind = value.dtype, value.device.type
+                return TensorFacts(self._origin(value), offset, *kind, shape, tuple(stride))
             case list() | tuple():
                 return tuple(map(self._facts, value))
             case dict():

@@ -19,12 +19,8 @@ from graphpasses._torch.recorded_operator import Operator
 from graphpasses._torch.schemas import inner_names, out_of_place_view, written_names
 
 # typing_extensions wraps what torch deprecates.
-NOT_THE_USERS = (
-    str(Path(torch.__file__).parent),
-    str(Path(__file__).parents[1]),
-    typing_extensions.__file__,
-    "<",
-)
+_OWN = str(Path(__file__).parents[1])
+NOT_THE_USERS = (str(Path(torch.__file__).parent), _OWN, typing_extensions.__file__, "<")
 """How the paths of files begin that are not the user's own."""
 _NUM_NUMBERS = 64
 
@@ -183,10 +179,9 @@ def arguments_to_save(func: Any) -> tuple[tuple[int, str], ...]:
     """Returns positions and names of the arguments that an operator writes, and of generators."""
     if not isinstance(func, torch._ops.OpOverload):
         return ()
+    arguments, names = enumerate(func._schema.arguments), written_names(func)
     return tuple(
-        (position, argument.name)
-        for position, argument in enumerate(func._schema.arguments)
-        if argument.name in written_names(func) or "Generator" in str(argument.type)
+        (p, each.name) for p, each in arguments if each.name in names or "Generator" in str(each.type)
     )
 
 

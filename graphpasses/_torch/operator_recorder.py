@@ -30,15 +30,13 @@ OPTIMIZERS = str(_TORCH / "optim")
 """Where the files of torch's optimizers lie; the methods of all others are called from there."""
 _FSDP2 = _TORCH / "distributed" / "fsdp" / "_fully_shard"
 # Files whose calls are none of the step's own.
-_LEFT_OUT = frozenset(
-    {
-        # DTensor runs an operator that it has not met before on fake tensors, to learn the shapes of its results.
-        str(_TORCH / "distributed" / "tensor" / "_sharding_prop.py"),
-        # How FSDP2 gathers and reduces, and what a traced step does instead.
-        *(str(_FSDP2 / f"_fsdp_{name}.py") for name in ("collectives", "param", "param_group")),
-        str(Path(__file__).with_name("fsdp2_tracing.py")),
-    }
-)
+_LEFT_OUT = {
+    # DTensor runs an operator that it has not met before on fake tensors, to learn the shapes of its results.
+    str(_TORCH / "distributed" / "tensor" / "_sharding_prop.py"),
+    # How FSDP2 gathers and reduces, and what a traced step does instead.
+    *(str(_FSDP2 / f"_fsdp_{name}.py") for name in ("collectives", "param", "param_group")),
+    str(Path(__file__).with_name("fsdp2_tracing.py")),
+}
 _WRAPPERS = 2  # functions that keep Dynamo from a mode: of `_fn` and `inner`. Tested: 2.13.
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 # Functions that leave to C++ whether it adds in place: autograd's engine, and who calls `linear`. Tested: 2.13.

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._C._distributed_c10d import Work
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -63,7 +62,7 @@ class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__(model, is_mode=False)
         self._digest, self._seen, self._keep = digest, seen, keep
-        self._graphs = NodesOfFrames()
+        self._nodes_of: dict[fx.GraphModule, list[fx.Node]] = {}  # of graphs that run, and stay as they are
         self._unwritten: dict[int, StorageWeakRef] = {}
         self._num_calls = 0
         self._phase: Phase = ""
@@ -126,10 +125,23 @@ class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
     def _origin_of(self, caller: FrameType) -> tuple[Where | None, str]:
         frame: FrameType | None = caller
         while frame is not None and frame is not self._root:
-            if (node := self._graphs.find(frame)) is not None:
+            if (node := self._node_of(frame)) is not None:
                 return origin_of(node), node.name
             frame = frame.f_back
         return self.where(caller), ""
+
+    def _node_of(self, frame: FrameType) -> fx.Node | None:
+        """Returns the node that a frame of a graph's generated code calls; None for any other code."""
+        module: Any = frame.f_locals.get("self")
+        is_generated = frame.f_code.co_filename.startswith("<eval_with_key>")
+        if not is_generated or not isinstance(module, fx.GraphModule):
+            return None
+        # By the map of lines that torch itself takes where it traces generated code again. Tested: 2.13.
+        lines: Any = module._lineno_map
+        index = lines.get(frame.f_lineno - frame.f_code.co_firstlineno)
+        if module not in self._nodes_of:
+            self._nodes_of[module] = list(module.graph.nodes)
+        return None if index is None else self._nodes_of[module][index]
 
     def _outputs(self, func: Any, given: list[tuple[str, Any]], results: Any) -> tuple[Value, ...]:
         name = func._schema.name.split("::")[1]
@@ -221,75 +233,50 @@ GATHER, REDUCE = "fsdp.gather_parameter", "fsdp.reduce_gradient"
 @contextmanager
 def fsdp2_streamed(model: nn.Module, stream: OperatorStream) -> Iterator[None]:
     """Reports to ``stream`` what FSDP2's groups of a model gather and reduce in a block, parameter by parameter."""
-    groups = fsdp_groups(model)
+    groups, names = fsdp_groups(model), {"wait_for_unshard": GATHER, "post_backward": REDUCE}
     for group in groups:
-        vars(group).update(
-            wait_for_unshard=partial(_gather, group, group.wait_for_unshard, stream),
-            post_backward=partial(_reduce, group, group.post_backward, stream),
-        )
+        for name, operator in names.items():
+            vars(group)[name] = partial(_communicate, group, operator, getattr(group, name), stream)
     try:
         yield
     finally:
         for group in groups:
-            for name in ("wait_for_unshard", "post_backward"):
+            for name in names:
                 vars(group).pop(name, None)
 
 
-def _gather(group: FSDPParamGroup, original: Callable[[], None], stream: OperatorStream) -> None:
-    shards = {
-        parameter: stream.see("shard", _local(parameter.sharded_param))
-        for parameter in (group.fsdp_params if group._all_gather_result else ())
-    }
-    original()
-    _wait(group)
-    for parameter, shard in shards.items():
-        whole = stream.see("parameter", _local(parameter.unsharded_param))
-        _report(group, stream, GATHER, parameter, shard, whole)
-
-
-def _reduce(
-    group: FSDPParamGroup, original: Callable[..., None], stream: OperatorStream, *unused: Any
+def _communicate(
+    group: FSDPParamGroup, operator: str, original: Callable[..., None], stream: OperatorStream, *unused: Any
 ) -> None:
-    before = {
-        parameter: stream.see("gradient", _local(gradient))
-        for parameter in group.fsdp_params
-        if group.reduce_grads and (gradient := unreduced_gradient(parameter)) is not None
-    }
+    """Lets a group gather or reduce, and reports it for each parameter."""
+    is_reduced = operator == REDUCE
+    given: dict[Any, Tensor] = {}
+    if not is_reduced and group._all_gather_result:
+        given = {each: each.sharded_param for each in group.fsdp_params}
+    elif is_reduced and group.reduce_grads:
+        found = ((each, unreduced_gradient(each)) for each in group.fsdp_params)
+        given = {each: gradient for each, gradient in found if gradient is not None}
+    read_name, made_name = ("gradient", "reduced gradient") if is_reduced else ("shard", "parameter")
+    read = {each: stream.see(read_name, _local(tensor)) for each, tensor in given.items()}
     original(*unused)
-    _wait(group)
-    for parameter, seen in before.items():
-        if parameter.sharded_param.grad is not None:
-            reduced = stream.see("reduced gradient", _local(parameter.sharded_param.grad))
-            _report(group, stream, REDUCE, parameter, seen, reduced)
+    if group.device.type != "cpu":
+        torch.accelerator.synchronize(group.device)
+    ranks = [group._reduce_scatter_process_group] if read else []
+    ranks += [group._all_reduce_process_group] if read and is_reduced and group._is_hsdp else []
+    options = [f"ranks={list(group_ranks(each))}" for each in ranks]
+    options += [f"gradient_divide_factor={group.gradient_divide_factor}"] if is_reduced else []
+    phase: Phase = "reduction" if is_reduced else "forward"
+    for parameter, seen in read.items():
+        if (result := parameter.sharded_param.grad if is_reduced else parameter.unsharded_param) is None:
+            continue
+        fqn = parameter._param_fqn or parameter._module_info.param_name
+        where = Where(fqn.rpartition(".")[0], None, in_backward=is_reduced, phase=phase)
+        made = stream.see(made_name, _local(result))
+        stream.report(Operator(operator, where, (seen,), (made,), (fqn, *options), is_collective=True))
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _wait(group: FSDPParamGroup) -> None:
-    if group.device.type != "cpu":
-        torch.accelerator.synchronize(group.device)
-
-
-def _report(
-    group: FSDPParamGroup,
-    stream: OperatorStream,
-    operator: str,
-    parameter: FSDPParam,
-    read: Value,
-    made: Value,
-) -> None:
-    fqn = parameter._param_fqn or parameter._module_info.param_name
-    is_reduced = operator == REDUCE
-    phase: Phase = "reduction" if is_reduced else "forward"
-    arguments = [fqn, f"ranks={list(group_ranks(group._reduce_scatter_process_group))}"]
-    if is_reduced and group._is_hsdp:
-        arguments.append(f"ranks={list(group_ranks(group._all_reduce_process_group))}")
-    if is_reduced:
-        arguments.append(f"gradient_divide_factor={group.gradient_divide_factor}")
-    where = Where(fqn.rpartition(".")[0], None, in_backward=is_reduced, phase=phase)
-    stream.report(Operator(operator, where, (read,), (made,), tuple(arguments), is_collective=True))
 
 
 _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<function>.*)')
@@ -308,24 +295,3 @@ def origin_of(node: fx.Node) -> Where:
     phase: Phase = "" if module is None else "forward"
     phase = "optimizer" if in_optimizer else "backward" if in_backward else phase
     return Where(module or "", line, in_backward, by_torch=in_backward, phase=phase)
-
-
-class NodesOfFrames:
-    """Finds the node whose call a frame of a graph's generated code is at; the graphs must stay as they are."""
-
-    def __init__(self) -> None:
-        self._nodes: dict[fx.GraphModule, list[fx.Node]] = {}
-
-    def find(self, frame: FrameType) -> fx.Node | None:
-        """Returns the node; None for a frame of any other code."""
-        module: Any = frame.f_locals.get("self")
-        if not frame.f_code.co_filename.startswith("<eval_with_key>") or not isinstance(
-            module, fx.GraphModule
-        ):
-            return None
-        # By the map of lines that torch itself takes where it traces generated code again. Tested: 2.13.
-        lines: Any = module._lineno_map
-        index = lines.get(frame.f_lineno - frame.f_code.co_firstlineno)
-        if module not in self._nodes:
-            self._nodes[module] = list(module.graph.nodes)
-        return None if index is None else self._nodes[module][index]

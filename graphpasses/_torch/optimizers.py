@@ -29,13 +29,9 @@ def lists_take_fakes() -> Iterator[None]:
 
 def runs_hooks(optimizer: Optimizer) -> bool:
     """Whether something else than the optimizer's own step, or a scheduler's note of it, runs when it is called."""
-    step = vars(optimizer).get("step")
-    return (
-        has_step_hooks(optimizer)
-        or bool(_global_optimizer_pre_hooks)
-        or bool(_global_optimizer_post_hooks)
-        or (step is not None and not getattr(step, "_wrapped_by_lr_sched", False))
-    )
+    step, of_all = vars(optimizer).get("step"), (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    is_replaced = step is not None and not getattr(step, "_wrapped_by_lr_sched", False)
+    return is_replaced or has_step_hooks(optimizer) or any(of_all)
 
 
 def note_step(optimizer: Optimizer) -> None:

@@ -1,10 +1,10 @@
-"""Private torch API behind Python process groups, such as gloo's here, and behind ranks that are threads."""
+"""Private torch API behind Python process groups, such as gloo's here, ranks that are threads, and waiting."""
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
@@ -80,11 +80,8 @@ class PythonProcessGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> Work:
         """Sends rank r the r-th part of ``input`` along dimension 0; equal parts where no sizes are given."""
-        self.exchange(
-            "all_to_all_single",
-            self._split(input.detach(), input_split_sizes),
-            self._split(output.detach(), output_split_sizes),
-        )
+        sent, received = (input.detach(), input_split_sizes), (output.detach(), output_split_sizes)
+        self.exchange("all_to_all_single", self._split(*sent), self._split(*received))
         return finished_work([output])
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
@@ -237,6 +234,22 @@ def threads_are_ranks() -> Iterator[Any]:
             yield c10d.HashStore()
         finally:
             c10d._set_thread_isolation_mode(False)
+
+
+def finish_when_waited(tensor: Tensor, finish: Callable[[], object]) -> Tensor:
+    """Lets ``wait_tensor`` of a tensor call a function, which fills it, first; returns the tensor."""
+    c10d._register_work(tensor, _Finish(finish))
+    return tensor
+
+
+class _Finish(dist.Work):
+    def __init__(self, finish: Callable[[], object]) -> None:
+        super().__init__()
+        self._finish = finish
+
+    def wait(self, timeout: object = None) -> bool:
+        self._finish()
+        return True
 
 
 def serve_collectives_without_tensors(group: dist.ProcessGroup) -> None:

@@ -69,18 +69,15 @@ def given_arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
 def named_arguments(node: fx.Node) -> dict[str, Any]:
     """Returns the arguments of a call of an operator that has one overload, defaults too, by their names."""
     (schema,) = schemas(node.target)
-    names = [argument.name for argument in schema.arguments]
     defaults = {argument.name: argument.default_value for argument in schema.arguments}
-    return defaults | dict(zip(names, node.args, strict=False)) | node.kwargs
+    return defaults | dict(zip(defaults, node.args, strict=False)) | node.kwargs
 
 
 def bind_named(op: Any, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns ``(args, kwargs)`` of a call of an operator from its arguments by name."""
     (schema,) = schemas(op)
-    args = tuple(values[argument.name] for argument in schema.arguments if not argument.kwarg_only)
-    return args, {
-        argument.name: values[argument.name] for argument in schema.arguments if argument.kwarg_only
-    }
+    args = tuple(values[each.name] for each in schema.arguments if not each.kwarg_only)
+    return args, {each.name: values[each.name] for each in schema.arguments if each.kwarg_only}
 
 
 def returns_alias(target: Any) -> bool:
@@ -109,13 +106,10 @@ def out_of_place_view(target: Any) -> Any:
 @cache
 def written_names(target: Any) -> frozenset[str]:
     """Returns the names of the arguments that an operator writes, also where its schema does not say so."""
-    return frozenset(
-        argument.name
-        for schema in schemas(target)
-        for argument in schema.arguments
-        if argument.is_write
-        or (argument.name.startswith("running_") and schema.name in _WRITE_RUNNING_STATISTICS)
-    )
+    every = [(each.name, argument) for each in schemas(target) for argument in each.arguments]
+    written = {argument.name for _, argument in every if argument.is_write}
+    running = {argument.name for name, argument in every if name in _WRITE_RUNNING_STATISTICS}
+    return frozenset(written.union(name for name in running if name.startswith("running_")))
 
 
 def is_seeded(target: Any) -> bool:

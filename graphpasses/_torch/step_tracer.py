@@ -129,10 +129,10 @@ def _unwrapped(values: Sequence[Any]) -> tuple[list[Any], dict[int, SimpleNamesp
         attrs, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
         parts = [getattr(value, attr) for attr in attrs]
         # A wrapper around wrappers has no place in a graph: who reads the layout refuses it.
-        nested = [
-            part if isinstance(part, torch.Tensor) and is_tensor_subclass(part) else None for part in parts
-        ]
-        metas = {attr: (1, inner) for attr, inner in zip(attrs, nested, strict=True)}
+        inner = (
+            each if isinstance(each, torch.Tensor) and is_tensor_subclass(each) else None for each in parts
+        )
+        metas = {attr: (1, each) for attr, each in zip(attrs, inner, strict=True)}
         meta = SimpleNamespace(cls=type(value), attrs=attrs, ctx=context, inner_metas=metas)
         meta.outer_size, meta.outer_stride = value.size(), value.stride()  # as torchtitan's ``SubclassMeta``
         layouts[index] = SimpleNamespace(num_tensors=len(parts), meta=meta)
@@ -247,9 +247,7 @@ class _Frames:
         return traceback.StackSummary.from_list(found[::-1])
 
 
-@functools.lru_cache(maxsize=4096)
-def _summary(file: str, line: int, name: str) -> traceback.FrameSummary:
-    return traceback.FrameSummary(file, line, name)
+_summary = functools.lru_cache(maxsize=4096)(traceback.FrameSummary)
 
 
 @contextmanager

@@ -205,11 +205,15 @@ def decided_by_values(
         decided(condition)
         return defer(condition, message, *args, **kwargs)
 
+    def in_trace(value: Any) -> Any:
+        is_real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+        return _aten.alias.default(value) if is_real else value
+
     def traced_call(mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
         if func is _aten._local_scalar_dense.default:
             # The tracer would take the number that a tensor outside of the trace holds now for a constant.
             with mode:
-                args = tree_map(_traced, args)
+                args = tree_map(in_trace, args)
         elif func is _aten.equal.default:
             with mode:
                 a, b = args
@@ -249,12 +253,6 @@ def floats_stay_open() -> Iterator[None]:
         patch(floats, "__rpow__", floats.__rfloat_pow__),
     ):
         yield
-
-
-def _traced(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
-        return _aten.alias.default(value)
-    return value
 
 
 def bound_symbols(node: fx.Node) -> dict[sympy.Symbol, Any]:

@@ -9,15 +9,9 @@ from typing import Any
 import torch
 from torch._C._dynamo.guards import TensorGuards, dict_version
 
-parts_of = operator.itemgetter(
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
+from graphpasses._torch.module_hooks import HOOKS
+
+parts_of = operator.itemgetter("_parameters", "_buffers", "_modules", *HOOKS)
 """Returns the dicts that a module's ``__dict__`` has: of its parameters, its buffers, its modules, and its hooks."""
 _HOOKS = tuple(map(operator.attrgetter, ("_backward_hooks", "_post_accumulate_grad_hooks")))
 
@@ -33,10 +27,8 @@ def guard_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
     """
     if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in tensors):
         return None
-    check: Callable[..., bool] = TensorGuards(
-        *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
-    ).check
-    return check
+    guards: Any = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    return guards.check  # type: ignore[no-any-return]
 
 
 def have_hooks(tensors: Sequence[torch.Tensor]) -> bool:

@@ -42,11 +42,8 @@ class CompiledCall:
         self._modules = find_modules(root)
         self.model = self._modules[0] if len(self._modules) == 1 else nn.ModuleList(self._modules)
         self.remembered: dict[Hashable, Any] = {}  # from one compilation to the next
-        self._has_ddp = any(
-            isinstance(module, nn.parallel.DistributedDataParallel)
-            for each in self._modules
-            for module in each.modules()
-        )
+        every = (module for each in self._modules for module in each.modules())
+        self._has_ddp = any(isinstance(each, nn.parallel.DistributedDataParallel) for each in every)
         self._is_checked = False
         self._torchrec: ModelCall | None = None
 

@@ -14,17 +14,8 @@ from torch import fx, nn
 from graphpasses._torch.aot_autograd import describe_input, describe_output, is_tangent
 from graphpasses._torch.dynamo import live_inputs
 from graphpasses.capture.unrounded_gradients import keep_unrounded
-from graphpasses.graph import (
-    WAIT,
-    DynamoGraph,
-    GraphInput,
-    GraphOutput,
-    InputKind,
-    OutputKind,
-    Stage,
-    TrainGraph,
-    argument,
-)
+from graphpasses.graph import DynamoGraph, GraphInput, GraphOutput, InputKind, OutputKind, Stage, TrainGraph
+from graphpasses.graph.nodes import WAIT, argument
 from graphpasses.graph.parameters import ParameterInfo, parameter_infos
 from graphpasses.identity import IdentityMap
 
@@ -106,12 +97,10 @@ def read_aot_graph(module: fx.GraphModule, stage: Stage, origin: ModelInputs) ->
     outputs = []
     for desc in described:
         index, attr, text = describe_output(desc)
-        is_gradient = index is not None and origin.inputs[index].kind is InputKind.PARAMETER
-        outputs.append(
-            GraphOutput(OutputKind.GRADIENT, origin.inputs[index].fqn, attr)
-            if is_gradient and index is not None
-            else GraphOutput(OutputKind.VALUE, text)
-        )
+        if index is not None and origin.inputs[index].kind is InputKind.PARAMETER:
+            outputs.append(GraphOutput(OutputKind.GRADIENT, origin.inputs[index].fqn, attr))
+        else:
+            outputs.append(GraphOutput(OutputKind.VALUE, text))
     model = origin.model() or nn.Module()
     graph = TrainGraph(
         module=module,

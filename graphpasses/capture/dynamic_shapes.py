@@ -96,13 +96,11 @@ def _entries(structure: BatchStructure, spec: Any) -> Mapping[Any, Any]:
 def _read_leaf(path: str, spec: Any, leaf: Any) -> Iterator[tuple[int, VaryingDim]]:
     if spec is None:
         return
-    entries = spec if isinstance(spec, Mapping) else None
-    if isinstance(spec, (list, tuple)) and isinstance(leaf, torch.Tensor) and len(spec) == leaf.dim():
+    entries, is_tensor = spec if isinstance(spec, Mapping) else None, isinstance(leaf, torch.Tensor)
+    if isinstance(spec, (list, tuple)) and is_tensor and len(spec) == leaf.dim():
         entries = dict(enumerate(spec))
-    if entries is None or not isinstance(leaf, torch.Tensor) or not set(entries) <= set(range(leaf.dim())):
-        what = (
-            f"a tensor of {leaf.dim()} dims" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__name__}"
-        )
+    if entries is None or not is_tensor or not set(entries) <= set(range(leaf.dim())):
+        what = f"a tensor of {leaf.dim()} dims" if is_tensor else f"a {type(leaf).__name__}"
         raise CaptureError(
             f"dynamic_shapes of {path}, {what}, is {spec!r}; give None, or by number of the dim a torch.export.Dim"
         )

@@ -21,7 +21,7 @@ import graphpasses
 from graphpasses._torch import symbols as traced_symbols
 from graphpasses._torch.fake_mode import is_fake, outside_tracing
 from graphpasses._torch.schemas import inner_names, is_tensor_subclass
-from graphpasses._torch.symbols import bound_symbols, value_at
+from graphpasses._torch.symbols import as_number, bound_symbols, value_at
 from graphpasses.analysis.effects import Effects, operator_effects
 from graphpasses.errors import CaptureError
 from graphpasses.graph import GraphInput, InputKind
@@ -44,13 +44,6 @@ class Decisions:
         self.guards: Guards | None = None
         self._varying = varying
         self._inputs = [*_state(model), *((GraphInput(InputKind.BATCH, path), leaf) for path, leaf in leaves)]
-        self._start()
-
-    def _start(self) -> None:
-        self._slices = _Slices(self._inputs)
-        self._values: dict[Symbol, Any] = {}
-        self._decisions: list[Decision] = []
-        self._refusal = ""
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -58,7 +51,10 @@ class Decisions:
 
         It must not decide by a value that cannot be computed before a step, nor call what cannot be traced.
         """
-        self._start()
+        self._slices = _Slices(self._inputs)
+        self._values: dict[Symbol, Any] = {}
+        self._decisions: list[Decision] = []
+        self._refusal = ""
         try:
             with traced_symbols.decided_by_values(self._value_of, self._decided) as traced:
                 yield
@@ -92,7 +88,10 @@ class Decisions:
             with outside_tracing(), torch.no_grad():
                 *_, (node, result) = run_nodes(traced.root, traced.graph, nodes, given, written)
                 value = value_at(result, bound_symbols(node)[symbol])
-            if not isinstance(value, float) or _is_plain(value):
+            # Sympy has no nan, and one zero.
+            if not isinstance(value, float) or (
+                math.isfinite(value) and math.copysign(1, value) == (1 if value >= 0 else -1)
+            ):
                 self._values[symbol] = value
                 return value
             reason = f"is {value}"
@@ -106,9 +105,7 @@ class Decisions:
         self._slices.follow(traced.graph)
         stated = {symbol for decision in self._decisions for symbol in decision.condition.free_symbols}
         told = [
-            Decision(
-                sympy.Eq(symbol, traced_symbols.as_number(value), evaluate=False), "an operator of torch"
-            )
+            Decision(sympy.Eq(symbol, as_number(value), evaluate=False), "an operator of torch")
             for symbol, value in self._values.items()
             if symbol not in stated
         ]
@@ -200,11 +197,6 @@ _TRACING = (
     contextlib.__file__,
     functools.__file__,
 )
-
-
-def _is_plain(number: float) -> bool:
-    """Whether a float is what sympy makes of it: it has no nan, and one zero."""
-    return math.isfinite(number) and math.copysign(1, number) == (1 if number >= 0 else -1)
 
 
 def _state(model: nn.Module) -> Iterator[tuple[GraphInput, torch.Tensor]]:
@@ -338,12 +330,7 @@ def is_literal(node: fx.Node) -> bool:
     return all(user.target is aten.lift_fresh_copy.default for user in node.users)
 
 
-_COMPARISONS = {
-    aten.lt.Scalar: operator.lt,
-    aten.le.Scalar: operator.le,
-    aten.gt.Scalar: operator.gt,
-    aten.ge.Scalar: operator.ge,
-}
+_COMPARISONS = {getattr(aten, name).Scalar: getattr(operator, name) for name in ("lt", "le", "gt", "ge")}
 
 
 def certain_value(node: fx.Node) -> bool | None:

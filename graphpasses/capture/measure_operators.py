@@ -64,8 +64,7 @@ class _Timer(fx.Interpreter):
         self.measured: list[tuple[fx.Node, float]] = []
         self._device, self._clock = device, clock
 
-    def __call__(self, *values: Any) -> Any:
-        return self.run(*values)
+    __call__ = fx.Interpreter.run
 
     def run_node(self, node: fx.Node) -> Any:
         if node.op != "call_function" or node.target == WAIT or is_collective(node):

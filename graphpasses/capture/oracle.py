@@ -79,7 +79,16 @@ def check_step(
     model, leaves = step.model, step.batch_structure.leaves(batch)
     consensus = RankConsensus.of_graph(step.graph, next(model.parameters()).device)
     agreed = partial(consensus.raised_together, FidelityError(_ANOTHER_RANK))
-    eager = _eager(loss_fn, model, lambda: step.batch_structure.fresh(batch))
+    # As in the trace: with FSDP2 the gradients of all leaves, else those of the parameters alone.
+    inputs = None if fsdp_groups(model) else [each for each in model.parameters() if each.requires_grad]
+
+    def eager(record: AbstractContextManager[Any]) -> torch.Tensor:
+        values = step.batch_structure.fresh(batch)
+        with record:
+            loss = loss_fn(first_model(model), *values)
+            loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]
+        return loss.detach()
+
     compares = is_comparable(model)
     record = record_calls(model, step.identity, leaves, is_mode=not compares)
     try:
@@ -108,7 +117,12 @@ def check_step(
                 generator.set_state(state)
             with agreed():
                 ours = run_step(model, lambda: step(*batch))
-                _compare_bits(ours, theirs, _SAME_OPERATORS)
+                for name, value in theirs.items():
+                    other = ours[name]
+                    if value is not other and (value is None or other is None or not same_bits(value, other)):
+                        raise FidelityError(
+                            f"the captured step computes another {name} than eager{_SAME_OPERATORS}"
+                        )
     finally:
         record.undo()
 
@@ -134,29 +148,6 @@ def _seeds_refused(step: CapturedStep, record: OperatorCalls) -> Iterator[_State
     finally:
         for generator, state in states:
             record.undo_to(generator, state)
-
-
-def _compare_bits(ours: Results, theirs: Results, why: str) -> None:
-    for name, value in theirs.items():
-        other = ours[name]
-        if value is not other and (value is None or other is None or not same_bits(value, other)):
-            raise FidelityError(f"the captured step computes another {name} than eager{why}")
-
-
-def _eager(
-    loss_fn: Callable[..., torch.Tensor], model: nn.Module, make_batch: Callable[[], Sequence[Any]]
-) -> Callable[[AbstractContextManager[Any]], torch.Tensor]:
-    # As in the trace: with FSDP2 the gradients of all leaves, else those of the parameters alone.
-    inputs = None if fsdp_groups(model) else [each for each in model.parameters() if each.requires_grad]
-
-    def run(record: AbstractContextManager[Any]) -> torch.Tensor:
-        batch = make_batch()
-        with record:
-            loss = loss_fn(first_model(model), *batch)
-            loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]
-        return loss.detach()
-
-    return run
 
 
 def run_step(model: nn.Module, run: Callable[[], torch.Tensor]) -> Results:
@@ -260,11 +251,8 @@ def _tensor_difference(ours: TensorFacts, theirs: TensorFacts) -> str | None:
     if (ours.dtype, ours.device) != (theirs.dtype, theirs.device) or not _same(ours.shape, theirs.shape):
         return ""
     # Where a dimension has one element, or a tensor none, strides mean nothing.
-    strides = [
-        (a, b)
-        for a, b, size in zip(ours.stride, theirs.stride, theirs.shape, strict=False)
-        if size != 1 and 0 not in theirs.shape
-    ]
+    each = zip(ours.stride, theirs.stride, theirs.shape, strict=False)
+    strides = [(a, b) for a, b, size in each if size != 1 and 0 not in theirs.shape]
     if not _same(*zip(*strides, strict=True)) if strides else False:
         return f"strides {list(theirs.stride)} against {list(ours.stride)}"
     if ours.origin != theirs.origin:

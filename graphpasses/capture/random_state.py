@@ -63,8 +63,8 @@ def _python_states() -> dict[str, object]:
 
 def find_random_fault(step: CapturedStep, calls: RandomCalls) -> str | None:
     """Returns why a step would draw other random numbers than eager; without any, no state is read or set."""
-    drawing = [node for node in step.graph.nodes if _draws(node)]
     states = [node for node in step.graph.nodes if node.target in (READ_RANDOM_STATE, SET_RANDOM_STATE)]
+    drawing = [node for node in step.graph.nodes if draws(node) and node not in states]
     if calls.others:
         return (
             f"loss_fn draws random numbers of {calls.others[0]}, and a captured step would repeat those of its "
@@ -86,10 +86,6 @@ def find_random_fault(step: CapturedStep, calls: RandomCalls) -> str | None:
         for node in reversed(states):
             step.graph.erase_node(node)
     return None
-
-
-def _draws(node: fx.Node) -> bool:
-    return draws(node) and node.target not in (READ_RANDOM_STATE, SET_RANDOM_STATE)
 
 
 def _device(node: fx.Node) -> torch.device:

@@ -151,21 +151,19 @@ def failures_placed() -> Iterator[None]:
 def other_threads_refused() -> Iterator[None]:
     """Raises if the block, a trace, gives its tensors to other threads, whose operators the trace does not see."""
     operators: list[object] = []  # torch may end the process where an error is raised in the thread itself
-
-    def refuse(cause: Exception | None = None) -> None:
-        if operators:
-            raise CaptureError(
-                f"loss_fn, forward or backward calls {operators[0]} in another thread, which a capture does not see; "
-                "call it in the thread that runs loss_fn"
-            ) from cause
-
+    cause = None
     try:
         with watched_in_other_threads(operators.append):
             yield
     except Exception as error:
-        refuse(error)
-        raise
-    refuse()
+        if not operators:
+            raise
+        cause = error
+    if operators:
+        raise CaptureError(
+            f"loss_fn, forward or backward calls {operators[0]} in another thread, which a capture does not see; "
+            "call it in the thread that runs loss_fn"
+        ) from cause
 
 
 @contextmanager

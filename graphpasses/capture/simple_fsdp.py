@@ -69,15 +69,10 @@ def simple_fsdp(
             f"parameter {flat[0]!r} has {num_dims} dims and cannot be sharded on dim {shard_dim}; use shard_dim=0"
         )
     forget_wrapper_classes()
+    reduce_dtype = simple_reduce_dtype(model, param_dtype, reduce_dtype)
+    policy = titan.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    mode = "fully_shard" if mesh.ndim == 1 else "hybrid_shard"
     with preserve_identity(model):
-        titan.data_parallel(
-            model,
-            mesh,
-            mode="fully_shard" if mesh.ndim == 1 else "hybrid_shard",
-            mp_policy=titan.MixedPrecisionPolicy(
-                param_dtype=param_dtype, reduce_dtype=simple_reduce_dtype(model, param_dtype, reduce_dtype)
-            ),
-            shard_dim=shard_dim,
-        )
+        titan.data_parallel(model, mesh, mode=mode, mp_policy=policy, shard_dim=shard_dim)
     parameter_infos(model, IdentityMap.of(model))  # refuses what cannot be captured, before anything runs
     return model

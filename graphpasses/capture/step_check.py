@@ -31,10 +31,8 @@ def check_on_batch(loss_fn: Callable[..., torch.Tensor], step: CapturedStep, bat
             "fake process group. Check a model that fully_shard has sharded, or an unsharded one"
         )
     consensus = RankConsensus.of_graph(step.graph, next(step.model.parameters()).device)
-    agreed = partial(
-        consensus.raised_together,
-        FidelityError("on another rank, the step differs from eager; its message says where"),
-    )
+    another = FidelityError("on another rank, the step differs from eager; its message says where")
+    agreed = partial(consensus.raised_together, another)
     with agreed():
         theirs = _results(step, batch, lambda: _eager(loss_fn, step, batch))
     with agreed():

@@ -59,10 +59,8 @@ def _other_memory(step: CapturedStep, _: RandomCalls) -> str | None:
 def _sparse_gradients(step: CapturedStep, _: RandomCalls) -> str | None:
     values = step.output_values
     for fqn, slots in step.gradient_slots().items():
-        if any(
-            values[slot] is not None and values[slot].meta["val"].layout is not torch.strided
-            for slot in slots
-        ):
+        layouts = (values[slot].meta["val"].layout for slot in slots if values[slot] is not None)
+        if any(layout is not torch.strided for layout in layouts):
             return (
                 f"the gradient of {fqn!r} is sparse, and a captured step fills dense ones; make the embedding with "
                 "sparse=False"

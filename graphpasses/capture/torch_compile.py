@@ -12,7 +12,7 @@ from weakref import ref
 import torch
 from torch import fx, nn
 
-from graphpasses._torch.aot_autograd import compile_aot_eager, compile_inductor
+from graphpasses._torch.aot_autograd import Stages, compile_aot_eager, compile_inductor
 from graphpasses._torch.compile_backend import Backend
 from graphpasses.analysis.effects import launches_collective
 from graphpasses.capture.compile_options import CompileOptions, Inner
@@ -146,12 +146,8 @@ def _compile(
     def rewrite(stage: Stage, gm: fx.GraphModule) -> None:
         gm.graph = run(read_aot_graph(gm, stage, origin)).graph
 
-    stages: dict[str, Any] = {
-        "while_compiling": fake_kernels_if_loaded,
-        "joint": functools.partial(rewrite, Stage.JOINT),
-        "forward": functools.partial(rewrite, Stage.FORWARD),
-        "backward": functools.partial(rewrite, Stage.BACKWARD),
-    }
+    at = functools.partial(functools.partial, rewrite)
+    stages = Stages(at(Stage.JOINT), at(Stage.FORWARD), at(Stage.BACKWARD), fake_kernels_if_loaded)
     num_given = len(captured.inputs)
     given = [index for index in kept if index < num_given]
     added = [rewritten.live[index] for index in kept if index >= num_given]
@@ -159,11 +155,11 @@ def _compile(
         node.meta["val"] for node in rewritten.placeholders[len(given) :]
     ]
     if options.inner == "aot_eager":
-        compiled = compile_aot_eager(rewritten.module, fakes, **stages)
+        compiled = compile_aot_eager(rewritten.module, fakes, stages)
     else:
         facts = "\n".join(map(repr, (options.pipeline.uuid(), *rewritten.inputs)))
         digest = hashlib.sha256(facts.encode()).hexdigest()
-        compiled = compile_inductor(rewritten.module, fakes, **stages, digest=digest)
+        compiled = compile_inductor(rewritten.module, fakes, stages, digest)
     checks, input_checks = tuple(rewritten.checks), tuple(rewritten.input_checks)
     backward_checks = tuple(rewritten.backward_checks)
 
@@ -180,11 +176,7 @@ def _compile(
 
 def _checked(outputs: Sequence[Any], backward_checks: Sequence[Callable[[], Callable[..., None]]]) -> Any:
     """Lets the backward of what a compiled graph returned begin with checks."""
-    trained = [
-        index
-        for index, value in enumerate(outputs)
-        if isinstance(value, torch.Tensor) and value.requires_grad
-    ]
+    trained = [i for i, each in enumerate(outputs) if isinstance(each, torch.Tensor) and each.requires_grad]
     if not trained:
         return outputs
     checks = [begin() for begin in backward_checks]

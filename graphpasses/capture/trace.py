@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,17 +23,10 @@ from graphpasses._torch.operator_calls import OperatorCalls
 from graphpasses._torch.recorded_operator import MODULE_FQN, Operator
 from graphpasses._torch.step_tracer import TRACING, TracedFunction, trace_with_torch
 from graphpasses._torch.symbols import each_size_its_own, mark_dims
+from graphpasses.capture import refusals
 from graphpasses.capture.guards import Decisions
 from graphpasses.capture.oracle import record_calls
 from graphpasses.capture.random_state import RandomCalls, random_state_traced
-from graphpasses.capture.refusals import (
-    failures_placed,
-    gradients_refused,
-    kept_tensors_refused,
-    other_memory_refused,
-    other_threads_refused,
-    torchs_errors_named,
-)
 from graphpasses.errors import CaptureError
 from graphpasses.graph.accumulation import Marks
 from graphpasses.graph.batch import Varying
@@ -91,27 +84,27 @@ def trace_step(
                     setattr(tensor, name, value)
         mark_parameters(model)
         records.append(record := record_calls(model, identity, args, only_undo=not is_recorded))
-        around_step = (
+        with (
             caches_emptied_on_error(),
-            other_threads_refused(),
+            refusals.other_threads_refused(),
             random_state_traced(random_calls),
             answers_as_in_eager(),
             collectives_with_waits(),
             decisions.watched(),
-            other_memory_refused(model),
-            gradients_refused(model),
-        )
-        around_forward = (
-            _autocast_refused(),
-            kept_tensors_refused(model),
-            other_models_refused(model),
-            compiled_calls_raise(),
-            _module_names_traced(model),
-            failures_placed(),
-            reads.running(),
-        )
-        with _all(around_step), communication_traced(model) as reductions:
-            with _all(around_forward), record:
+            refusals.other_memory_refused(model),
+            refusals.gradients_refused(model),
+            communication_traced(model) as reductions,
+        ):
+            with (
+                _autocast_refused(),
+                refusals.kept_tensors_refused(model),
+                other_models_refused(model),
+                compiled_calls_raise(),
+                _module_names_traced(model),
+                refusals.failures_placed(),
+                reads.running(),
+                record,
+            ):
                 loss = loss_fn(first_model(model), *structure.build(args))
             if [fqn for fqn, _ in named_state(model)] != [*own]:
                 raise CaptureError("the model's parameters, buffers or ties changed while loss_fn ran")
@@ -121,43 +114,33 @@ def trace_step(
             ):
                 raise CaptureError(_CALLED_BACKWARD)
             _check_loss(loss, list(named))
-            around_backward = (
-                torch.autograd.set_multithreading_enabled(False),  # calls are seen in this thread alone
-                reads.running(),
-            )
-            with _all(around_backward), record:
-                gradients = _differentiate(
-                    model, loss, list(dict.fromkeys(named.values())), reductions.reduced
-                )
+            parameters = list(dict.fromkeys(named.values()))
+            # In this thread alone calls are seen.
+            with torch.autograd.set_multithreading_enabled(False), reads.running(), record:
+                if fsdp_groups(model):  # FSDP2 looks for gradients where backward leaves them
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    gradients = {each: reductions.reduced.get(each, each.grad) for each in parameters}
+                else:
+                    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+                    gradients = dict(zip(parameters, found, strict=True))
         marked = marks.of(named, reductions.unreduced, reductions.late, reductions.partly_reduced)
         return [loss, *(gradients.pop(parameter, None) for parameter in named.values()), *marked]
 
     try:
         with (
             TRACING,
-            torchs_errors_named(),
+            refusals.torchs_errors_named(),
             strides_of_kernels(),
             live_state_restored(model),
             each_size_its_own(),
         ):
-            given = [
-                _distinct(leaf, varying.get(path, ()))
-                for path, leaf in zip(structure.paths, leaves, strict=True)
-            ]
+            named = zip(structure.paths, leaves, strict=True)
+            given = [_distinct(leaf, varying.get(path, ())) for path, leaf in named]
             traced = _trace_until_settled(reads, lambda: trace_with_torch(step, model)(*given))
     finally:
         for record in reversed(records):
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
     return Trace(traced, reads, decisions.guards, random_calls, records[0].calls, marks)
-
-
-@contextmanager
-def _all(scopes: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
-    """Enters all, in this order."""
-    with ExitStack() as stack:
-        for scope in scopes:
-            stack.enter_context(scope)
-        yield
 
 
 def _trace_until_settled(reads: Reads, trace: Callable[[], TracedFunction]) -> TracedFunction:
@@ -172,9 +155,8 @@ def _trace_until_settled(reads: Reads, trace: Callable[[], TracedFunction]) -> T
         changed_again = reads.changed()
         for slot, first in changed.items():
             second = changed_again.get(slot)
-            texts = [
-                str(key) for key in (first.before, first.now, first.before if second is None else second.now)
-            ]
+            last = first.before if second is None else second.now
+            texts = [*map(str, (first.before, first.now, last))]
             if second is None or second.now != first.now:
                 raise CaptureError(
                     f"forward reads attribute {slot.path!r} and changes it at each call ({', '.join(texts)}), and "
@@ -196,18 +178,6 @@ def _same_graphs(graph: fx.GraphModule, other: fx.GraphModule) -> bool:
         for node in graph.graph.find_nodes(op="get_attr")
         if isinstance(getattr(graph, node.target), torch.Tensor)
     )
-
-
-def _differentiate(
-    model: nn.Module,
-    loss: torch.Tensor,
-    parameters: list[torch.Tensor],
-    reduced: dict[torch.Tensor, torch.Tensor],
-) -> dict[torch.Tensor, torch.Tensor | None]:
-    if not fsdp_groups(model):
-        return dict(zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True))
-    loss.backward()  # type: ignore[no-untyped-call]  # FSDP2 looks for gradients where backward leaves them
-    return {parameter: reduced.get(parameter, parameter.grad) for parameter in parameters}
 
 
 _CALLED_BACKWARD = (

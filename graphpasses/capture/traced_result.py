@@ -18,18 +18,10 @@ from graphpasses.analysis.effects import is_written
 from graphpasses.capture.unrounded_gradients import keep_unrounded
 from graphpasses.embedding.torchrec.batches import TORCHREC
 from graphpasses.errors import CaptureError, UnsupportedError
-from graphpasses.graph import (
-    CapturedStep,
-    GraphInput,
-    GraphOutput,
-    InputKind,
-    OutputKind,
-    Stage,
-    TrainGraph,
-    argument,
-)
+from graphpasses.graph import CapturedStep, GraphInput, GraphOutput, InputKind, OutputKind, Stage, TrainGraph
 from graphpasses.graph.accumulation import Cuts, Marks
 from graphpasses.graph.batch_structure import BatchStructure
+from graphpasses.graph.nodes import argument
 from graphpasses.graph.parameters import get_state, parameter_infos
 from graphpasses.identity import IdentityMap
 from graphpasses.state.snapshot import Snapshot

@@ -12,9 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graphpasses._torch.fake_mode import fake_copies
-from graphpasses._torch.fsdp2 import fsdp_groups
+from graphpasses._torch.fsdp2 import fsdp_groups, own_reduction
 from graphpasses._torch.fsdp2_accumulation import accumulation_set_aside
-from graphpasses._torch.fsdp2_reductions import own_reduction
 from graphpasses._torch.fsdp2_tracing import prepare_for_tracing
 from graphpasses.capture.dynamic_shapes import read_dynamic_shapes
 from graphpasses.capture.oracle import check_step, has_equal_bits, why_unchecked

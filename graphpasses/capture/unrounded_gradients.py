@@ -20,15 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.fsdp2_dtypes import KEEPS_GRADIENT_DTYPES
 from graphpasses._torchtitan import wrapped_class
+from graphpasses.analysis import parameter_collectives
 from graphpasses.analysis.backward import is_backward
-from graphpasses.analysis.parameter_collectives import (
-    ALL_REDUCE,
-    CAST,
-    GradReduction,
-    added_uses,
-    collective_ranks,
-    find_grad_reductions,
-)
+from graphpasses.analysis.parameter_collectives import ALL_REDUCE, CAST, GradReduction, added_uses
 from graphpasses.errors import UnsupportedError
 from graphpasses.graph import WAIT, TrainGraph, argument
 from graphpasses.graph.parameters import get_state
@@ -46,8 +40,9 @@ def keep_unrounded(graph: TrainGraph, model: nn.Module) -> None:
     found = graph.graph.find_nodes(op="call_function", target=CAST)
     casts = {node.meta.get("seq_nr") for node in found if not is_backward(node)}
     unrounded, wide = [], []
-    for fqn, reductions in find_grad_reductions(graph).items():
-        if not any(map(_is_widened, reductions)):
+    for fqn, reductions in parameter_collectives.find_grad_reductions(graph).items():
+        casts_of = [reduction for reduction in reductions if reduction.entry.target == CAST]
+        if not any(_width(each.entry) > _width(each.gradient) for each in casts_of):
             continue
         is_replicated = _is_replicated(get_state(model, fqn), reductions[0])
         uses = [use for reduction in reductions for use in added_uses(_of_rank(reduction, is_replicated))]
@@ -83,10 +78,6 @@ def keep_unrounded(graph: TrainGraph, model: nn.Module) -> None:
         )
 
 
-def _is_widened(reduction: GradReduction) -> bool:
-    return reduction.entry.target == CAST and _width(reduction.entry) > _width(reduction.gradient)
-
-
 def _width(node: fx.Node) -> int:
     return int(node.meta["val"].dtype.itemsize)
 
@@ -95,8 +86,8 @@ def _is_replicated(parameter: torch.Tensor, reduction: GradReduction) -> bool:
     """Whether an axis of the mesh that is not FSDP's, as those of tensor parallelism behind them, has copies."""
     if not isinstance(parameter, DTensor):
         return False
-    collectives = (reduction.reduce_scatter, reduction.all_reduce)
-    num_ranks = math.prod(len(collective_ranks(each)) for each in collectives if each is not None)
+    both = (each for each in (reduction.reduce_scatter, reduction.all_reduce) if each is not None)
+    num_ranks = math.prod(len(parameter_collectives.collective_ranks(each)) for each in both)
     others = [*zip(parameter.device_mesh.shape, parameter.placements, strict=True)]
     while num_ranks > 1 and others:
         num_ranks //= others.pop(0)[0]

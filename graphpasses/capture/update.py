@@ -125,11 +125,8 @@ def _trace(
         *numbers.inputs,
     ]
     layouts = traced.input_subclass_layouts
-    inputs = [
-        replace(item, attr=attr)
-        for index, item in enumerate(items)
-        for attr in inner_attrs(layouts.get(index), item.name)
-    ]
+    attrs = [inner_attrs(layouts.get(index), item.name) for index, item in enumerate(items)]
+    inputs = [replace(item, attr=attr) for item, each in zip(items, attrs, strict=True) for attr in each]
     graph = copy_graph(traced.gm.graph)
     numbers.read(graph, inputs)
     for node in [each for each in graph.nodes if getattr(each.target, "namespace", "") == "profiler"][::-1]:

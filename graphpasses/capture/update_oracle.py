@@ -45,7 +45,9 @@ def check_update(update: Update, source: UpdateSource) -> None:
             *carried_values(update.inputs, parameters, _random(source, source.parameters), state, numbers)
         )
     with consensus.raised_together(another), torch.no_grad():
-        clipped = None if source.clip_norm is None else _clipped(source)
+        clipped = None if source.clip_norm is None else _random(source, source.parameters)
+        if clipped is not None:
+            source.clip({fqn: gradient.detach() for fqn, gradient in clipped.items()}, clipped)
     with consensus.raised_together(another), torch.no_grad():
         for part in parts:
             copies, before = _copies_before(part, source)
@@ -85,12 +87,6 @@ def _own_step(
     finally:
         for parameter in parameters.values():
             parameter.grad = None
-
-
-def _clipped(source: UpdateSource) -> _Tensors:
-    gradients = _random(source, source.parameters)
-    source.clip({fqn: gradient.detach() for fqn, gradient in gradients.items()}, gradients)
-    return gradients
 
 
 def _copies(values: Mapping[str, Any]) -> dict[str, Any]:

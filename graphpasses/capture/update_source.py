@@ -80,11 +80,8 @@ class UpdateSource:
 
     def live_state(self) -> State:
         """Returns the state that the optimizer has now, of each parameter that it updates."""
-        return {
-            fqn: dict(self.optimizers.state_of(self.parameters[fqn]))
-            for group in self.groups
-            for fqn in group
-        }
+        fqns = (fqn for group in self.groups for fqn in group)
+        return {fqn: dict(self.optimizers.state_of(self.parameters[fqn])) for fqn in fqns}
 
     def state(self) -> State:
         """Returns the state of each parameter: the live one or, where it is not there yet, one like it will be."""

@@ -18,15 +18,13 @@ from torch import Tensor, nn
 
 from graphpasses._torch.fsdp2 import (
     ParameterGroup,
+    ReduceScatterInGraph,
     fsdp_groups,
     fsdp_states,
     group_of,
+    mesh_ranks,
     named_sharded_parameters,
     read_groups,
-)
-from graphpasses._torch.fsdp2_reductions import (
-    ReduceScatterInGraph,
-    mesh_ranks,
     refuse_partial_reduction,
     replicate_group,
     shard_group,

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Sampler
 
-from graphpasses._torch.fsdp2 import named_sharded_parameters, read_groups
-from graphpasses._torch.fsdp2_reductions import own_reduction
+from graphpasses._torch.fsdp2 import named_sharded_parameters, own_reduction, read_groups
 from graphpasses._torch.storage import times_written
 from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.graph_layout import reduced_parts

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphpasses._torch.group_ranks import named_group
-from graphpasses._torch.waited import finish_when_waited
+from graphpasses._torch.process_group import finish_when_waited
 from graphpasses.ops.define import define_operator
 
 c10d = torch.ops._c10d_functional

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dis
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from graphpasses._torch.operator_calls import dispatch_wrapped
+from graphpasses._torch.pytree import tree_leaves
 
 
 @contextmanager
@@ -70,16 +71,7 @@ def names_of(code: CodeType) -> CodeNames:
             globals_.add(name)
         elif opcode.endswith(("_ATTR", "_METHOD")) and name[:2] != "__":
             attributes.add(name)
-    texts = frozenset(
-        part for text in _texts(code.co_consts) for part in text.split(".") if part.isidentifier()
-    )
+    found = (each.split(".") for each in tree_leaves(code.co_consts) if isinstance(each, str))
+    texts = frozenset(part for parts in found for part in parts if part.isidentifier())
     optional = texts if globals_ & {"getattr", "hasattr", "setattr"} else frozenset[str]()
     return CodeNames(frozenset(globals_), texts | attributes, optional, frozenset(imports))
-
-
-def _texts(values: Iterable[Any]) -> Iterator[str]:
-    for value in values:
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, tuple):
-            yield from _texts(value)

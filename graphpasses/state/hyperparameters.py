@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -50,11 +50,6 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _counts(optimizer: Optimizer) -> frozenset[str]:
-    kind: Any = type(optimizer)
-    return _integers(kind)
-
-
 @functools.cache
 def _integers(kind: type[Optimizer]) -> frozenset[str]:
     """Returns the hyperparameters that an optimizer declares as integers: it loops by them."""
@@ -68,7 +63,7 @@ def numbers_of(optimizers: Optimizers) -> dict[Number, Any]:
         (index, name): value
         for index, (optimizer, group) in enumerate(optimizers.groups)
         for hyperparameter in optimizer.defaults
-        if hyperparameter not in _counts(optimizer)
+        if hyperparameter not in _integers(type(optimizer))  # type: ignore[arg-type]
         for name, value in _parts(hyperparameter, group.get(hyperparameter))
         if is_number(value) or isinstance(value, torch.Tensor)
     }
@@ -87,11 +82,9 @@ def with_numbers(group: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[s
 
 def kinds_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, str]:
     """Returns by name of a hyperparameter what an update has built in of it: whether it is a number, or its value."""
-    counts = _counts(optimizer)
-    return {
-        name: repr(group.get(name)) if name in counts else _kind(group.get(name))
-        for name in optimizer.defaults
-    }
+    integers = _integers(type(optimizer))  # type: ignore[arg-type]
+    given = {name: group.get(name) for name in optimizer.defaults}
+    return {name: repr(each) if name in integers else _kind(each) for name, each in given.items()}
 
 
 def _kind(value: Any) -> str:
@@ -104,8 +97,6 @@ def _kind(value: Any) -> str:
     return repr(value)  # not by ==, for which 1 is True
 
 
-def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (list, tuple)):
-        yield from ((f"{name}[{place}]", each) for place, each in enumerate(value))
-    else:
-        yield name, value
+def _parts(name: str, value: Any) -> list[tuple[str, Any]]:
+    is_list = isinstance(value, (list, tuple))
+    return [(f"{name}[{place}]", each) for place, each in enumerate(value)] if is_list else [(name, value)]

@@ -67,11 +67,8 @@ def _kept_elsewhere(traced: TracedFunction) -> list[torch.Tensor]:
 
 
 def _holders(held: list[Any], but: list[Any]) -> list[Any]:
-    return [
-        each
-        for each in gc.get_referrers(*held)
-        if each is not held and each is not but and not isinstance(each, FrameType)
-    ]
+    found = gc.get_referrers(*held)
+    return [e for e in found if e is not held and e is not but and not isinstance(e, FrameType)]
 
 
 def _described(holder: Any, kept: list[torch.Tensor]) -> str:

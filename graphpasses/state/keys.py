@@ -80,35 +80,36 @@ def _key(value: Any, left: list[int], inside: tuple[int, ...]) -> Key:
     own: Any = type(value)
     kind = _plain_kind(own)
     if kind is not None:
-        return Key(type(value), str(value) if kind is torch.device else kind.__repr__(value))
+        return Key(own, str(value) if kind is torch.device else kind.__repr__(value))
+
+    def part(each: Any) -> Key:
+        return _key(each, left, inside)
+
     if isinstance(value, MethodType):  # a new object at each read
         return Key(object, (id(value.__func__), id(value.__self__)), _name(value))
     if isinstance(value, ReferenceType):
         # An RNN notes with which tensors it ran, which may be gone; those that a step reads are its inputs.
         target = value()
         is_noted = target is None or isinstance(target, torch.Tensor)
-        return Key(type(value), "a weak reference" if is_noted else (_key(target, left, inside),))
+        return Key(own, "a weak reference" if is_noted else (part(target),))
     if isinstance(value, (memoryview, array)):
-        return Key(type(value), repr(bytes(value)))
+        return Key(own, repr(bytes(value)))
     if isinstance(value, MappingProxyType):
-        return Key(type(value), (_key(dict(value), left, inside),))
+        return Key(own, (part(dict(value)),))
     if is_array(value):
         if value.dtype.hasobject:
-            return Key(type(value), (_key(value.ravel().tolist(), left, inside),))
+            return Key(own, (part(value.ravel().tolist()),))
         contents = sha256(value.tobytes()).hexdigest()[:16]
-        return Key(type(value), f"an array {value.dtype}{[*value.shape]} {contents}")
+        return Key(own, f"an array {value.dtype}{[*value.shape]} {contents}")
     if isinstance(value, CONTAINERS) and id(value) not in inside and len(inside) < _MAX_DEPTH:
         left[0] -= len(value)
         if left[0] >= 0:
             inside = (*inside, id(value))
             if isinstance(value, dict):
-                return Key(
-                    type(value),
-                    tuple((_key(k, left, inside), _key(v, left, inside)) for k, v in value.items()),
-                )
-            keys = (_key(item, left, inside) for item in value)
-            return Key(type(value), frozenset(keys) if isinstance(value, (set, frozenset)) else tuple(keys))
-        return Key(object, (id(value), len(value)), f"a {type(value).__name__} of {len(value)}")
+                return Key(own, tuple((part(k), part(v)) for k, v in value.items()))
+            keys = map(part, value)
+            return Key(own, frozenset(keys) if isinstance(value, (set, frozenset)) else tuple(keys))
+        return Key(object, (id(value), len(value)), f"a {own.__name__} of {len(value)}")
     held = (id(each) for each in (torch_state(value) or {}).values() if isinstance(each, torch.Tensor))
     return Key(object, (id(value), *held), _name(value))
 
@@ -180,10 +181,8 @@ def are_alike(value: Any, other: Any) -> bool:
     if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
         return same_bits(value, other)
     if isinstance(value, partial) and isinstance(other, partial):
-        parts = zip(
-            (value.func, value.args, value.keywords), (other.func, other.args, other.keywords), strict=True
-        )
-        return all(are_alike(*each) for each in parts)
+        parts, others = ([each.func, each.args, each.keywords] for each in (value, other))
+        return are_alike(parts, others)
     if isinstance(value, SimpleNamespace) and isinstance(other, SimpleNamespace):
         return are_alike(vars(value), vars(other))
     if isinstance(value, dict) and isinstance(other, dict):

@@ -34,7 +34,7 @@ class ModelStructure:
     slots: Mapping[str, int]  # by any FQN, the position of a parameter or buffer among those of all modules
     first: list[int]  # for each position, the first at which the same tensor is; -1 where there is None
     trainable: Mapping[int, bool]  # by position that is a parameter's first
-    kinds: tuple[list[Any], ...]  # the tensors' dtypes, their devices and their shapes
+    kinds: list[tuple[Any, ...]]  # the tensors' dtypes, devices and shapes
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelStructure:
@@ -99,11 +99,10 @@ class ModelStructure:
         tensors = _tensors(modules, self.names)
         if (first := _first(tensors)) != self.first:
             self._refuse_ties(first)
-        if (kinds := _kinds(tensors)) != self.kinds:
-            before, now = ([*zip(*each, strict=True)] for each in (self.kinds, kinds))
-            slot = next(slot for slot, kind in enumerate(now) if kind != before[slot])
-            texts = [f"{dtype}{[*shape]} on {device}" for dtype, device, shape in (before[slot], now[slot])]
-            raise changed(repr(self._name(slot)), *texts)
+        for slot, kinds in enumerate(zip(self.kinds, _kinds(tensors), strict=True)):
+            if kinds[0] != kinds[1]:
+                texts = [f"{dtype}{[*shape]} on {device}" for dtype, device, shape in kinds]
+                raise changed(repr(self._name(slot)), *texts)
         trained = [tensor for slot in self.trainable if (tensor := tensors[slot]) is not None]
         for parameter, (slot, was) in zip(trained, self.trainable.items(), strict=True):
             if parameter.requires_grad != was:
@@ -193,10 +192,5 @@ def _first(tensors: Sequence[torch.Tensor | None]) -> list[int]:
     return [seen.setdefault(id(tensor), slot) for slot, tensor in enumerate(tensors)]
 
 
-_NONE = torch.empty(0)
-
-
-def _kinds(tensors: Sequence[torch.Tensor | None]) -> tuple[list[Any], ...]:
-    """Returns dtypes, devices and shapes; as three lists, since each call of a step compares them."""
-    there = [_NONE if tensor is None else tensor for tensor in tensors]
-    return [t.dtype for t in there], [t.device for t in there], [t.shape for t in there]
+def _kinds(tensors: Sequence[torch.Tensor | None]) -> list[tuple[Any, ...]]:
+    return [() if tensor is None else (tensor.dtype, tensor.device, tensor.shape) for tensor in tensors]

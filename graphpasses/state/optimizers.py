@@ -83,12 +83,8 @@ class Optimizers:
                     raise CaptureError(
                         f"{name!r} of {self.group_name(index)} holds a tensor; only lr may be one. Give numbers"
                     )
-        if len(self.each) > 1:
-            self._check_disjoint()
-
-    def _check_disjoint(self) -> None:
         holders: dict[torch.Tensor, Optimizer] = {}
-        for optimizer, group in self.groups:
+        for optimizer, group in self.groups if len(self.each) > 1 else ():
             for parameter in group["params"]:
                 if (other := holders.setdefault(parameter, optimizer)) is not optimizer:
                     raise CaptureError(

@@ -176,7 +176,11 @@ class Outside:
             elif isinstance(value, ModuleType):
                 if callable(found := own.get(name)) or isinstance(found, float):
                     self.slot(value, name, f"{path}.{name}")
-            elif name in own or _is_stored(value, name) or (name in self._optional and _may_get(value)):
+            elif (
+                name in own
+                or isinstance(inspect.getattr_static(value, name, None), types.MemberDescriptorType)
+                or (name in self._optional and _may_get(value))
+            ):
                 self.slot(own if isinstance(value, CONTAINERS) else value, name, f"{path}.{name}")
 
     def _ask_class(self, kind: type, name: str) -> None:
@@ -223,10 +227,6 @@ def _may_get(value: Any) -> bool:
     return isinstance(value, types.SimpleNamespace) or (
         isinstance(value, (FunctionType, type)) and is_users(value)
     )
-
-
-def _is_stored(value: Any, name: str) -> bool:
-    return isinstance(inspect.getattr_static(value, name, None), types.MemberDescriptorType)
 
 
 def _has_names(value: Any) -> bool:

@@ -71,7 +71,14 @@ class Reads:
             with self._stack:
                 self._begin()
                 yield
-            self._refuse_changes()
+            self._outside.finish()
+            found = next(filter(None, (owner.difference(strict=True) for owner in self.names)), None)
+            if found is not None:
+                raise CaptureError(
+                    f"{found.text()}: the code of the step changes it, and a captured step would not. Compute it "
+                    "from the loss that the step returns, or keep it in a buffer of the model that forward writes in "
+                    "place; if it is set at the first call only, run loss_fn once before the capture"
+                )
         except Exception:
             for owner in self.names:
                 owner.restore()
@@ -102,16 +109,6 @@ class Reads:
         for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
             open_(name, tensor)
         open_(getattr(self._loss_fn, "__name__", type(self._loss_fn).__name__), self._loss_fn)
-
-    def _refuse_changes(self) -> None:
-        self._outside.finish()
-        found = next(filter(None, (owner.difference(strict=True) for owner in self.names)), None)
-        if found is not None:
-            raise CaptureError(
-                f"{found.text()}: the code of the step changes it, and a captured step would not. Compute it from "
-                "the loss that the step returns, or keep it in a buffer of the model that forward writes in place; "
-                "if it is set at the first call only, run loss_fn once before the capture"
-            )
 
     def changed(self) -> dict[Slot, Difference]:
         """Returns the attributes that are others than when they were first read, but for tensors and functions."""
@@ -146,7 +143,9 @@ class Reads:
             found = gc.get_referrers(code) if has_values else ()
             known[id(code)] = [each for each in found if isinstance(each, FunctionType)]
         for function in known.get(id(code), ()):
-            if _is_of(function, frame):
+            cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+            # Closures of one ``def`` share their code.
+            if all(read(cell, name) is frame.f_locals.get(name, MISSING) for name, cell in cells):
                 self._outside.read_function(function)
 
     def _read_environment(self, frame: FrameType) -> None:
@@ -264,9 +263,3 @@ def _read(reads: Any, this: Any, name: str) -> Any:
         if (missing := getattr(type(this), "__getattr__", None)) is None:
             raise
         return missing(this, name)
-
-
-def _is_of(function: FunctionType, frame: FrameType) -> bool:
-    """Whether a function is the one that runs: closures of one ``def`` share their code."""
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return all(read(cell, name) is frame.f_locals.get(name, MISSING) for name, cell in cells)

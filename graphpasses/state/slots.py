@@ -112,14 +112,12 @@ _KINDS: tuple[_Row, ...] = (
 
 def read(owner: Any, name: Any) -> Any:
     """Returns what an owner has under a name, or :data:`MISSING`; what raises is missing."""
-    kind: Any = type(owner)
-    return _row_of(kind)[1](owner, name)
+    return _row_of(type(owner))[1](owner, name)  # type: ignore[arg-type]
 
 
 def write(owner: Any, name: Any, value: Any) -> None:
     """Gives an owner a value under a name, or takes the name away where the value is :data:`MISSING`."""
-    kind: Any = type(owner)
-    _row_of(kind)[2](owner, name, value)
+    _row_of(type(owner))[2](owner, name, value)  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -218,8 +216,7 @@ class Owner:
             there = {each.name: each.value for each in slots if each.value is not MISSING}
             self._held = {name: id(it) for name, it in there.items() if not isinstance(it, MethodType)}
             self._checked = tuple(e for e in slots if e.value is MISSING or keys.changes_in_place(e.value))
-        kind: Any = type(owner)
-        reads = _row_of(kind)[1]
+        reads = _row_of(type(owner))[1]  # type: ignore[arg-type]
         return all(id(reads(owner, name)) == before for name, before in self._held.items())
 
     def stands_in_dict(self) -> bool:

@@ -48,19 +48,12 @@ class Unwritten:
         if not all(isinstance(each, dict) for each in dicts) or (fits := guard_of(tensors)) is None:
             return None
         filled = [each for each in dicts if each]
+        empty, versions = [each for each in dicts if not each], dict_versions(filled)
         names = {(type(owner.value), name) for owner in known.values() for name in owner.slots}
-        return cls(
-            objects,
-            [*map(type, objects)],
-            states,
-            own,
-            [each for each in dicts if not each],
-            filled,
-            dict_versions(filled),
-            {each: read_of_class(*each) for each in names},
-            fits,
-            tuple(owner for owner in owners if id(owner) not in known),
-        )
+        classes = {each: read_of_class(*each) for each in names}
+        others = tuple(owner for owner in owners if id(owner) not in known)
+        kinds = [*map(type, objects)]
+        return cls(objects, kinds, states, own, empty, filled, versions, classes, fits, others)
 
     def tensors(self, model: nn.Module) -> list[torch.Tensor | None] | None:
         """Returns the model's tensors, by slot; None if something was written, be it what it was."""
