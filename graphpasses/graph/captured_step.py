@@ -247,6 +247,7 @@ class CapturedStep(TrainGraph):
             update=update,
             report=None,
             notes=[],
+            timelines=[],
             rewrites=(),
         )
         for rewrite in self.rewrites:

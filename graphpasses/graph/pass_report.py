@@ -32,6 +32,26 @@ class Hunk:
 
 
 @dataclass(frozen=True)
+class Span:
+    """A time in which something computes, or is on a wire."""
+
+    lane: str  # ``"compute"``, or which wire
+    start: float  # in seconds from the step's beginning
+    end: float
+    text: str  # what it is
+
+
+@dataclass(frozen=True)
+class DrawnTimeline:
+    """A step as it is expected to run in one order."""
+
+    title: str
+    seconds: float  # of the step
+    exposed: float  # of them, waited for collectives
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
 class PassReport:
     """What one pass did."""
 
@@ -47,6 +67,9 @@ class PassReport:
     # What a whole step sends, before and after, for its time on paper; None unless ``graph_diff`` was asked for, and
     # where sizes vary.
     traffic: tuple[Traffic, Traffic] | None = None
+    timelines: tuple[
+        DrawnTimeline, ...
+    ] = ()  # of a pass that decides by seconds: the order it was given, and its own
 
     @property
     def num_collectives(self) -> tuple[int, int]:
@@ -71,6 +94,10 @@ class PassReport:
             "notes": tuple(data["notes"]),
             "graph_diff": tuple(hunks),
             "traffic": data["traffic"] and tuple(map(Traffic.from_json, data["traffic"])),
+            "timelines": tuple(
+                DrawnTimeline(**each | {"spans": tuple(Span(**span) for span in each["spans"])})
+                for each in data["timelines"]
+            ),
         }
         return cls(**{each.name: data[each.name] for each in dataclasses.fields(cls)} | made)
 

@@ -23,7 +23,7 @@ from graphpasses.graph.parameters import ParameterInfo
 from graphpasses.identity import IdentityMap
 
 if TYPE_CHECKING:
-    from graphpasses.graph.pass_report import PipelineReport
+    from graphpasses.graph.pass_report import DrawnTimeline, PipelineReport
     from graphpasses.graph.update import Update
 
 __all__ = ["GraphInput", "GraphOutput", "InputKind", "OutputKind", "Stage", "TrainGraph"]
@@ -51,6 +51,7 @@ class TrainGraph:
             breaks cut into several.
         fixed_signature: whether another runner owns the flat signature, so that inputs must stay.
         report: what the pipeline that made this graph did; None for a captured graph.
+        timelines: orders of its nodes that a pass has played, which go to the pass's report.
         notes: what the capture or a pass has to say (a rewrite skipped, and why); the pipeline moves them to its
             report.
         seconds: how long operators were measured to take; None if they were not, see
@@ -82,6 +83,7 @@ class TrainGraph:
     fixed_signature: bool = False
     report: PipelineReport | None = None
     notes: list[str] = field(default_factory=list)
+    timelines: list[DrawnTimeline] = field(default_factory=list, repr=False)
     update: Update | None = None
     runs_as: Callable[[fx.GraphModule], fx.GraphModule] | None = field(
         default=None, repr=False, compare=False
@@ -246,6 +248,7 @@ class TrainGraph:
             update=None if self.update is None else self.update.copy(),
             report=None,
             notes=[],
+            timelines=[],
             copied_constants=read_constants(self.graph),
         )
 

@@ -97,7 +97,7 @@ class GraphPass(abc.ABC):
         """
 
         def run(gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
-            graph = dataclasses.replace(step, module=gm, fixed_signature=True, notes=[])
+            graph = dataclasses.replace(step, module=gm, fixed_signature=True, notes=[], timelines=[])
             report = _run_pass(self, graph, Verifier(graph), (), graph_diff)
             if reports is not None:
                 reports.append(report)
@@ -337,6 +337,7 @@ def _run_pass(
     seconds += time.perf_counter() - start
     verifier.check_rules(history)
     notes, graph.notes = tuple(graph.notes), []
+    timelines, graph.timelines = tuple(graph.timelines), []
     found, num_left_out = diff_lines(lines, read_lines(graph)) if graph_diff else ((), 0)
     return PassReport(
         name=p.name,
@@ -349,6 +350,7 @@ def _run_pass(
         graph_diff=found,
         num_left_out=num_left_out,
         traffic=(traffic, graph_traffic(graph)) if traffic is not None else None,
+        timelines=timelines,
     )
 
 

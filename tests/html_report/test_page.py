@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from graphpasses.commands import app
-from graphpasses.graph.pass_report import PipelineReport
+from graphpasses.graph.pass_report import DrawnTimeline, PipelineReport, Span
 from graphpasses.html_report import ShownRun, render_page
 from graphpasses.parity.run_file import Run
 from graphpasses.scale import Event, Speeds, Traffic, Transfer
@@ -245,3 +245,22 @@ def test_the_step_on_more_ranks(write_run: WriteRun) -> None:
 
 def test_nothing_recorded_is_not_timed(write_run: WriteRun) -> None:
     assert "On more ranks" not in render(write_run("eager", passes=PASSES))
+
+
+def test_timelines_of_a_pass(write_run: WriteRun) -> None:
+    spans = (
+        Span("compute", 0.0, 0.003, "7 operators"),
+        Span("4 ranks (0)", 0.001, 0.002, "all_gather, 1.0 MB: a"),
+    )
+    drawn = (
+        DrawnTimeline("FSDP2's order", 0.004, 0.001, spans),
+        DrawnTimeline("this order", 0.003, 0.0, spans[:1]),
+    )
+    report = PipelineReport((replace(PASSES.passes[0], timelines=drawn),))
+    page = render(write_run("graph", layout(), passes=report))
+    assert "FSDP2's order: 4.0 ms, of which 1.0 wait for collectives" in text_of(page).replace("&#39;", "'")
+    assert page.count('class="span kept" style="left:0.000%;width:75.000%"') == 2
+    assert (
+        page.count('class="span moved" style="left:25.000%;width:25.000%" data-tip="all_gather, 1.0 MB: a')
+        == 1
+    )

@@ -14,6 +14,7 @@ from graphpasses._torch.schemas import is_operator
 from graphpasses.fsdp.traffic import collective_transfer, operator_cost
 from graphpasses.graph import WAIT, TrainGraph, is_collective
 from graphpasses.graph.nodes import SAME_TENSOR_OPS, collective_group, reach
+from graphpasses.graph.pass_report import Span
 from graphpasses.scale import Wire
 
 aten = torch.ops.aten
@@ -109,23 +110,47 @@ class Timeline:
         return self.seconds - self.compute
 
 
-def replay_order(order: Sequence[fx.Node], costs: Costs, held: Iterable[Held]) -> Timeline:
-    """Plays a step, as :func:`graphpasses.scale.replay` does, but with a wire for each process group."""
-    now = computed = 0.0
+def replay_order(
+    order: Sequence[fx.Node], costs: Costs, held: Iterable[Held], spans: list[Span] | None = None
+) -> Timeline:
+    """Plays a step, as :func:`graphpasses.scale.replay` does, but with a wire for each process group.
+
+    ``spans`` gets what computes and what is sent, and when.
+    """
+    now = computed = begun = 0.0
+    num_computed = 0
     free: dict[object, float] = {}
     sent: dict[object, float] = {}
     ends: dict[fx.Node, float] = {}
     for node in order:
         if node.target == WAIT:
-            now = max(now, ends.get(node.all_input_nodes[0], now))
+            arrived = ends.get(node.all_input_nodes[0], now)
+            if arrived > now:
+                _add_compute(spans, begun, now, num_computed)
+                now = begun = arrived
+                num_computed = 0
         elif is_collective(node):
             group, seconds = collective_group(node), costs.sent(node)
             ends[node] = free[group] = max(free.get(group, 0.0), now) + seconds
             sent[group] = sent.get(group, 0.0) + seconds
-        else:
-            seconds = costs.seconds(node)
-            computed, now = computed + seconds, now + seconds
+            if spans is not None:
+                spans.append(_sent_span(node, group, ends[node] - seconds, ends[node]))
+        elif seconds := costs.seconds(node):
+            computed, now, num_computed = computed + seconds, now + seconds, num_computed + 1
+    _add_compute(spans, begun, now, num_computed)
     return Timeline(max([now, *free.values()]), computed, max(sent.values(), default=0.0), _peak(order, held))
+
+
+def _add_compute(spans: list[Span] | None, start: float, end: float, num_operators: int) -> None:
+    """Adds a stretch in which nothing is waited for, if one is there and asked for."""
+    if spans is not None and num_operators:
+        spans.append(Span("compute", start, end, f"{num_operators} operators"))
+
+
+def _sent_span(node: fx.Node, group: object, start: float, end: float) -> Span:
+    transfer = collective_transfer(node)
+    text = f"{transfer.collective}, {transfer.num_bytes / 1e6:,.1f} MB: {node.name}"
+    return Span(f"{transfer.num_ranks} ranks ({group})", start, end, text)
 
 
 def _peak(order: Sequence[fx.Node], held: Iterable[Held]) -> int:

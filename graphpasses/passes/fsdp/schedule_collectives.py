@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+
+from torch import fx
 
 from graphpasses.errors import PipelineError
 from graphpasses.fsdp.traffic import has_fixed_sizes
 from graphpasses.graph import Stage, TrainGraph
+from graphpasses.graph.pass_report import DrawnTimeline, Span
 from graphpasses.passes.fsdp._moves import Moves, Program
 from graphpasses.passes.fsdp._scheduler import Scheduler
 from graphpasses.passes.fsdp._splits import add_splits
@@ -111,7 +114,7 @@ class ScheduleCollectives(GraphPass):
         program = Program(moves)
         gone = {*program.gone}
         prefetched = [node for node in moves.nodes if node not in gone]
-        given = replay_order(prefetched, costs, program.held)
+        given = _draw(graph, "FSDP2's order", prefetched, costs, program)
         budget = given.peak if self.budget is None else self.budget
         found = [] if given.peak > budget else [(given.seconds, given.peak, prefetched, program)]
         found += [
@@ -129,7 +132,7 @@ class ScheduleCollectives(GraphPass):
                 "and gradients take in this step, however late they are gathered; give at least those"
             )
         *_, order, program = min(found, key=lambda each: each[:2])
-        best = replay_order(order, costs, program.held)
+        best = _draw(graph, "this order", order, costs, program)
         output = graph.graph.output_node()
         for node in order:
             output.prepend(node)
@@ -154,6 +157,16 @@ def _schedulers(moves: Moves, budget: int) -> Iterator[Scheduler]:
     most = bisect.bisect_left(range(1, len(repeated) + 1), True, key=lambda num: not fits(num))
     for num in sorted({0, *(most * part // _PARTS for part in range(1, _PARTS + 1))}):
         yield keeping(num)
+
+
+def _draw(
+    graph: TrainGraph, title: str, order: Sequence[fx.Node], costs: Costs, program: Program
+) -> Timeline:
+    """Plays an order, which the pass's report shows."""
+    spans: list[Span] = []
+    timeline = replay_order(order, costs, program.held, spans)
+    graph.timelines.append(DrawnTimeline(title, timeline.seconds, timeline.exposed, tuple(spans)))
+    return timeline
 
 
 def _report(given: Timeline, best: Timeline, budget: int) -> str:

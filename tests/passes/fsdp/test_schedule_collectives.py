@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from itertools import groupby, pairwise
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from graphpasses.fsdp import BucketPlan, Reduction
 from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.graph import WAIT, TrainGraph, is_collective
 from graphpasses.graph.operator_seconds import OperatorSeconds
+from graphpasses.graph.pass_report import PassReport
 from graphpasses.passes import (
     BucketFSDPCollectives,
     CoalesceGradReductions,
@@ -176,6 +179,24 @@ def _error(graph: TrainGraph, budget: int) -> Exception:
 def test_a_budget_below_zero() -> None:
     with pytest.raises(PipelineError, match=r"^schedule-collectives: budget must be bytes, or None, not -1$"):
         ScheduleCollectives(budget=-1)
+
+
+def test_its_report_draws_both_orders() -> None:
+    with on_fake_ranks(model()) as captured:
+        step = run(bucketed(captured), 10**6)
+        planned = timeline(step)
+    report = step.report["schedule-collectives"]
+    given, best = report.timelines
+    assert (given.title, best.title) == ("FSDP2's order", "this order")
+    assert best.seconds == pytest.approx(planned.seconds)
+    assert best.exposed <= given.exposed
+    for _, lane in groupby(
+        sorted(best.spans, key=lambda span: (span.lane, span.start)), lambda span: span.lane
+    ):
+        assert all(one.end <= other.start + 1e-12 for one, other in pairwise(lane))
+    computed = sum(span.end - span.start for span in best.spans if span.lane == "compute")
+    assert computed == pytest.approx(planned.compute)
+    assert PassReport.from_json(json.loads(json.dumps(report.to_json()))).timelines == (given, best)
 
 
 def test_measured_seconds_decide() -> None:
