@@ -90,8 +90,8 @@ _REFUSED_TRACES = {
     ),
     # As torch.zeros says.
     "failed to unpack the object": (
-        "loss_fn gives a tensor for a size at {line}, and none has a value while a step is traced; write tensor.item(). "
-        "Modules of torch do so for a PackedSequence: give them padded tensors"
+        "loss_fn gives a tensor for a size at {line}, and none has a value while a step is traced; write "
+        "tensor.item(). Modules of torch do so for a PackedSequence: give them padded tensors"
     ),
     # As torch.utils.checkpoint says.
     "incompatible with .grad()": (
