@@ -86,5 +86,5 @@ def test_packed_sequences() -> None:
         outputs: torch.Tensor = model(packed)[0].data
         return outputs.sum()
 
-    with pytest.raises(CaptureError, match="a tensor for a size at .* in loss_fn.*give them padded tensors"):
+    with pytest.raises(CaptureError, match=r"a tensor for a size at .* in loss_fn.*give them padded tensors"):
         capture_train_step(loss_fn, nn.GRU(4, 4, batch_first=True), torch.zeros(2, 3, 4))
