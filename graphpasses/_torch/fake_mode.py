@@ -11,7 +11,7 @@ from typing import Any, cast
 from unittest import mock
 
 import torch
-from torch import _meta_registrations, _prims_common
+from torch import _meta_registrations, _prims_common, _refs
 from torch._decomp import decomposition_table
 from torch._dispatch.python import no_python_dispatcher
 from torch._guards import active_fake_mode as active_fake_mode
@@ -126,16 +126,17 @@ def strides_of_kernels() -> Iterator[None]:
         **{operator: functools.partial(_in_format_of, index) for operator, index in _IN_FORMAT_OF.items()},
     }
     table = {op: _with_strides(decomposition_table[op], restride) for op, restride in strides.items()}
-    views = {
+    fakes: dict[Any, Any] = {
         operator: functools.partial(_view, op_implementations_dict[operator])
         for operator in (aten.view.default, aten._unsafe_view.default)
     }
+    fakes[aten.constant_pad_nd.default] = _constant_pad_nd
     replace: Any = mock.patch.object
     order = functools.partial(_dim_order, _prims_common.compute_elementwise_output_logical_to_physical_perm)
     grouped_mm = functools.partial(_grouped_mm, _meta_registrations._meta_grouped_mm_common)
     with (
         mock.patch.dict(decomposition_table, table),
-        mock.patch.dict(op_implementations_dict, views),
+        mock.patch.dict(op_implementations_dict, fakes),
         replace(_prims_common, "compute_elementwise_output_logical_to_physical_perm", order),
         replace(_meta_registrations, "_meta_grouped_mm_common", grouped_mm),
         replace(FakeTensorMode, "cache", {}),  # has the others
@@ -164,6 +165,14 @@ def _view(
     with fake_tensor.in_kernel_invocation_manager(mode):
         result = view(tensor, shape)
     return FakeTensor(mode, result, tensor.device)
+
+
+def _constant_pad_nd(mode: FakeTensorMode, _: Any, tensor: FakeTensor, pad: Any, *value: Any) -> Any:
+    """Pads by symbols, which torch's fake refuses."""
+    if not any(isinstance(each, torch.SymInt) for each in pad):
+        return NotImplemented
+    with mode:
+        return _refs.constant_pad_nd(tensor, pad, *value)
 
 
 def _dim_order(torchs: Callable[..., tuple[list[int], bool]], *tensors: Any, **options: Any) -> Any:

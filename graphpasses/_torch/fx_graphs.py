@@ -79,10 +79,11 @@ def quick_call(module: Any) -> Callable[..., Any]:
 
     def call(*values: Any) -> Any:
         version = kind.forward if (number := getattr(kind, "num_recompiles", None)) is None else number
-        if version not in made:
+        if (forward := made.get(version)) is None:  # another thread may be here, too
+            forward = _bound_forward(module)
             made.clear()
-            made[version] = _bound_forward(module)
-        return made[version](module, *values)
+            made[version] = forward
+        return forward(module, *values)
 
     return call
 

@@ -85,6 +85,11 @@ _REFUSED_TRACES = {
         "loss_fn makes tensors of ragged sizes, as torch.nested's jagged layout, and a graph has no input for such a "
         "size. Pad them, or compute with their values and offsets as plain tensors"
     ),
+    # As torch.zeros says.
+    "failed to unpack the object": (
+        "loss_fn gives a tensor for a size at {line}, and none has a value while a step is traced; write "
+        "tensor.item(). Modules of torch do so for a PackedSequence: give them padded tensors"
+    ),
     # As torch.utils.checkpoint says.
     "incompatible with .grad()": (
         "loss_fn checkpoints with use_reentrant=True, whose backward cannot be captured; checkpoint with "
@@ -98,7 +103,7 @@ def torchs_errors_named() -> Iterator[None]:
     """Raises what torch raises in the block, a trace, in words of the user's code."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         for text, refusal in _REFUSED_TRACES.items():
             if text in str(error):
                 raise CaptureError(refusal.format(error=error, line=line_of(error))) from error

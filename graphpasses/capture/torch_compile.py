@@ -14,6 +14,8 @@ from torch import fx, nn
 
 from graphpasses._torch.aot_autograd import Stages, compile_aot_eager, compile_inductor
 from graphpasses._torch.compile_backend import Backend
+from graphpasses._torch.dynamo import guard_condition
+from graphpasses._torch.module_hooks import global_hook_ids, hook_ids
 from graphpasses.analysis.effects import launches_collective
 from graphpasses.capture.compile_options import CompileOptions, Inner
 from graphpasses.capture.compile_report import CompileReport
@@ -129,6 +131,7 @@ def _compile(
         report.add(number, graph.stage, result.report)
         return result
 
+    _guard_hooks(module, model)
     captured = read_model_graph(module, model, remembered, CompiledCall.place())
     communicates = any(map(launches_collective, captured.graph.nodes))
     check_lookups(captured)
@@ -172,6 +175,20 @@ def _compile(
         return _checked(outputs, backward_checks) if backward_checks else outputs
 
     return CompiledCall.counted(call) if communicates else call
+
+
+def _guard_hooks(graph: fx.GraphModule, model: nn.Module) -> None:
+    """Has Dynamo, which looks at no hooks of modules, compile again where some came or went."""
+    modules = [ref(module) for module in model.modules()]
+
+    def ids() -> list[Any]:
+        return [global_hook_ids(), *(hook_ids(each) for module in modules if (each := module()) is not None)]
+
+    before = ids()
+    for placeholder in graph.graph.find_nodes(op="placeholder"):
+        if "grapharg" in placeholder.meta:
+            guard_condition(placeholder, lambda: ids() == before, "the model's modules have the same hooks")
+            return
 
 
 def _checked(outputs: Sequence[Any], backward_checks: Sequence[Callable[[], Callable[..., None]]]) -> Any:

@@ -15,6 +15,7 @@ from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses._torch.operator_facts import writes_first
 from graphpasses._torch.schemas import out_of_place_view, returns_alias, writes_arguments
 from graphpasses.analysis.effects import is_written
+from graphpasses.capture.formulas import give_eagers_formulas
 from graphpasses.capture.unrounded_gradients import keep_unrounded
 from graphpasses.embedding.torchrec.batches import TORCHREC
 from graphpasses.errors import CaptureError, UnsupportedError
@@ -89,6 +90,7 @@ def read_step(
     ``marks`` are the last values that the traced function returns: where it may be cut.
     """
     _make_views(traced.gm)
+    give_eagers_formulas(traced.gm)
     identity = IdentityMap.of(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     kinds = [(InputKind.BATCH, path) for path, _ in batch_leaves]

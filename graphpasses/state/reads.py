@@ -241,9 +241,11 @@ class Reads:
             state = attributes_of(this) or {}
             if any(name in state[kind] for kind in ("_parameters", "_buffers", "_modules")):
                 return not of_model
-        elif is_torchs(type(this)):  # torch's objects keep caches and counts
-            return key_of(value).is_plain
         static = inspect.getattr_static(type(this), name, None)
+        if not isinstance(this, nn.Module) and is_torchs(
+            type(this)
+        ):  # torch's objects keep caches and counts
+            return key_of(value).is_plain and not isinstance(static, (property, cached_property))
         is_stored = isinstance(static, (MemberDescriptorType, cached_property)) or not hasattr(
             static, "__get__"
         )

@@ -111,9 +111,9 @@ def test_a_long_constant() -> None:
     assert str(caught.value) == (
         "the captured step computes another loss than eager, though loss_fn calls the same operators: one reads "
         "other numbers, e.g. in a long constant that loss_fn makes, or computes otherwise each time, or a formula of "
-        "autograd, as that of torch.prod, looks whether it is traced. Let it be the same at each call, traced or "
-        "not, or compute it with other operators; of a step that is captured with check=False, "
-        "graphpasses.parity.locate_step finds the operator"
+        "autograd looks whether it is traced. Let it be the same at each call, traced or not, or compute it with "
+        "other operators; of a step that is captured with check=False, graphpasses.parity.locate_step finds the "
+        "operator"
     )
 
 

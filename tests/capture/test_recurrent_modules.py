@@ -78,3 +78,13 @@ def test_another_object_of_a_weak_reference() -> None:
     model.target = weakref.ref(other)
     with pytest.raises(CaptureError, match=r"^'target\[0\]' is another object now; capture the step again"):
         step(x)
+
+
+def test_packed_sequences() -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, [3, 2], batch_first=True)
+        outputs: torch.Tensor = model(packed)[0].data
+        return outputs.sum()
+
+    with pytest.raises(CaptureError, match=r"a tensor for a size at .* in loss_fn.*give them padded tensors"):
+        capture_train_step(loss_fn, nn.GRU(4, 4, batch_first=True), torch.zeros(2, 3, 4))

@@ -386,3 +386,13 @@ def test_a_dropped_model_is_freed(in_place: bool) -> None:
     eager = Net()
     eager(x).sum().backward()
     assert torch.equal(weight.grad, eager.out.weight.grad)
+
+
+def test_hooks_that_come_and_go() -> None:
+    net, x = Net(), torch.ones(2, 4)
+    compiled = graphpasses.compile(net, inner="aot_eager")
+    assert torch.equal(compiled(x), net(x))
+    hook = net.norm.register_forward_hook(lambda module, args, output: 2 * output)
+    assert torch.equal(compiled(x), net(x))
+    hook.remove()
+    assert torch.equal(compiled(x), net(x))

@@ -253,3 +253,14 @@ def test_attributes_at_any_depth(change: Callable[[Any], None], path: str) -> No
     change(other.config)
     with pytest.raises(CaptureError, match="when the step was captured" if path[-1] != "]" else "now"):
         step.for_model(other)
+
+
+def test_an_operator_of_torch() -> None:
+    """It keeps its namespace when it is first asked for it, as a trace does; nobody sets what it computes."""
+    operator, model = torch.ops.aten.silu.default, build()
+    vars(operator).pop("_namespace", None)
+    step = capture_train_step(lambda model, x: operator(model(x)).mean(), model, X)
+    assert same_bits(step(X), operator(model(X)).mean().detach())
+    operator = torch.ops.aten.celu.default
+    with pytest.raises(CaptureError, match="operator"):
+        step(X)
