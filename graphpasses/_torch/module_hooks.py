@@ -23,9 +23,15 @@ def hook_ids(module: nn.Module) -> tuple[int, ...]:
 
 
 def global_hook_ids() -> tuple[int, ...]:
-    """Returns the numbers of the hooks that run around all modules, which ``register_module_*_hook`` gives."""
+    """Returns the numbers of the hooks around all modules, which ``register_module_*_hook`` gives, but for our own.
+
+    Those of a trace are there while another thread calls a step, and compute nothing.
+    """
     before, after = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
-    return *before, *after, *torch_module._global_backward_pre_hooks, *torch_module._global_backward_hooks
+    backward = torch_module._global_backward_pre_hooks, torch_module._global_backward_hooks
+    every = (pair for hooks_of_all in (before, after, *backward) for pair in [*hooks_of_all.items()])
+    homes = {number: getattr(hook, "__module__", "").partition(".")[0] for number, hook in every}
+    return tuple(number for number, home in homes.items() if home != "graphpasses")
 
 
 def hooks(module: nn.Module) -> Iterator[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -47,6 +48,10 @@ class TracedFunction:
     state_fqns: list[str]  # names of the module's parameters and buffers, tied ones with every name
 
 
+# Traces are made one after the other: they change what torch, and Python's classes, do in all threads.
+TRACING = threading.RLock()
+
+
 def trace_with_torch(
     fn: Callable[..., Any], module: nn.Module | None = None
 ) -> Callable[..., TracedFunction]:
@@ -74,14 +79,14 @@ def trace_with_torch(
                 if module is not None:
                     own = dict(zip(state, wrapped, strict=False))
                     stack.enter_context(_reparametrize_module(module, own))
-                # Nodes of backward know that they are, and of which call of forward; torch does so from 2.13 on.
-                stack.enter_context(_of_compiler("_patch_engine_backward", _backward_marked))
+                stack.enter_context(_backward_seen())
                 results = list(fn(*called_with))
             flat, found = _unwrapped(results)
             returned.append((len(results), found))
             return flat
 
         with (
+            TRACING,
             mode,
             tracing(TracingContext(mode)),
             preserve_node_meta(),
@@ -154,6 +159,27 @@ def _of_compiler(
 
 
 @contextmanager
+def _backward_seen() -> Iterator[None]:
+    """Has nodes of backward know that they are, and of which call of forward; torch does so from 2.13 on."""
+    thread, original = threading.get_ident(), torch.autograd.graph._engine_run_backward
+    with _of_compiler("_patch_engine_backward", _backward_marked):
+        seen = torch.autograd.graph._engine_run_backward
+
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            return (seen if threading.get_ident() == thread else original)(*args, **kwargs)
+
+        with _engine_replaced(run_backward):
+            yield
+
+
+@contextmanager
+def _engine_replaced(run_backward: Callable[..., Any]) -> Iterator[None]:
+    patch, name = mock.patch.object, "_engine_run_backward"
+    with patch(torch.autograd.graph, name, run_backward), patch(torch.autograd, name, run_backward):
+        yield
+
+
+@contextmanager
 def _backward_marked() -> Iterator[None]:
     original = torch.autograd.graph._engine_run_backward
 
@@ -170,8 +196,7 @@ def _backward_marked() -> Iterator[None]:
                 if node not in before:
                     node.meta["autograd_backward"] = True
 
-    patch, name = mock.patch.object, "_engine_run_backward"
-    with patch(torch.autograd.graph, name, run_backward), patch(torch.autograd, name, run_backward):
+    with _engine_replaced(run_backward):
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -183,6 +184,57 @@ def other_memory_refused(model: nn.Module) -> Iterator[None]:
     replace: Any = mock.patch.object
     with replace(torch.Tensor, "data", property(data.__get__, assign)):
         yield
+
+
+@contextmanager
+def gradients_refused(model: nn.Module) -> Iterator[None]:
+    """Raises if the block, which is traced, reads or sets ``grad`` of a parameter, or of a tensor from outside."""
+    names = {id(parameter): repr(fqn) for fqn, parameter in model.named_parameters()}
+    grad: Any = torch.Tensor.grad
+    thread = threading.get_ident()
+
+    inside: list[torch.Tensor] = []  # read now: a mode of functions asks for the same again
+
+    def refuse(tensor: torch.Tensor, does: str) -> None:
+        is_own = is_fake(tensor) and not isinstance(
+            tensor, nn.Parameter
+        )  # of the step, as x.grad of a penalty
+        frame: Any = inspect.currentframe()
+        reader = frame.f_back.f_back
+        is_tracers = reader.f_globals.get("__name__", "").startswith(_READ_GRADIENTS)
+        is_moved = reader.f_code.co_name == "_apply"  # a module, as .to() does, which has an error of its own
+        if is_own or is_tracers or is_moved or inside or threading.get_ident() != thread:
+            return
+        what = names.get(id(tensor), f"a tensor of shape {[*tensor.shape]}")
+        raise CaptureError(
+            f"loss_fn, or a hook, {does} the gradient of {what} (.grad) at {user_line()}, and a captured step would "
+            "not. Do it before or after the step, also zero_grad(), and give what is computed from gradients in the "
+            "batch"
+        )
+
+    def get(tensor: torch.Tensor) -> Any:
+        refuse(tensor, "reads")
+        inside.append(tensor)
+        try:
+            return grad.__get__(tensor)
+        finally:
+            inside.pop()
+
+    def assign(tensor: torch.Tensor, value: torch.Tensor | None) -> None:
+        refuse(tensor, "sets")
+        inside.append(tensor)
+        try:
+            grad.__set__(tensor, value)
+        finally:
+            inside.pop()
+
+    replace: Any = mock.patch.object
+    with replace(torch.Tensor, "grad", property(get, assign)):
+        yield
+
+
+# The modules that read gradients of a trace, and FSDP2.
+_READ_GRADIENTS = ("graphpasses.", "torch._subclasses.", "torch.distributed.")
 
 
 OTHER_MEMORY = "gets other memory while loss_fn runs"

@@ -92,6 +92,7 @@ def _outside_tensors(step: CapturedStep, _: RandomCalls) -> str | None:
             f"{'; …' if len(outside) > 3 else ''}): the step keeps these objects, and sees what is written into "
             "them, but not other tensors under their names"
         )
+        step.snapshot = step.snapshot.with_tensors(outside.values())
     return None
 
 

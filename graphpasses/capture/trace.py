@@ -21,7 +21,7 @@ from graphpasses._torch.in_place_collectives import collectives_with_waits
 from graphpasses._torch.module_answers import answers_as_in_eager, mark_parameters
 from graphpasses._torch.operator_calls import OperatorCalls
 from graphpasses._torch.recorded_operator import MODULE_FQN, Operator
-from graphpasses._torch.step_tracer import TracedFunction, trace_with_torch
+from graphpasses._torch.step_tracer import TRACING, TracedFunction, trace_with_torch
 from graphpasses._torch.symbols import each_size_its_own, mark_dims
 from graphpasses.capture import refusals
 from graphpasses.capture.guards import Decisions
@@ -92,6 +92,7 @@ def trace_step(
             collectives_with_waits(),
             decisions.watched(),
             refusals.other_memory_refused(model),
+            refusals.gradients_refused(model),
             communication_traced(model) as reductions,
         ):
             with (
@@ -127,6 +128,7 @@ def trace_step(
 
     try:
         with (
+            TRACING,
             refusals.torchs_errors_named(),
             strides_of_kernels(),
             live_state_restored(model),

@@ -66,7 +66,7 @@ def _check_sizes(leaves: Sequence[Any], captured_leaves: Sequence[tuple[str, Any
 
 
 def check_leaf(path: str, leaf: Any) -> None:
-    """Raises if a leaf is a tensor that no step takes as eager does: with gradient, a subclass, or not dense."""
+    """Raises for a tensor that no step takes as eager does: with gradient or attributes, not plain, not dense."""
     if not isinstance(leaf, torch.Tensor):
         return
     if leaf.requires_grad:
@@ -77,6 +77,11 @@ def check_leaf(path: str, leaf: Any) -> None:
     if type(leaf) not in (torch.Tensor, nn.Parameter) and not is_fake(leaf):
         raise BatchMismatchError(
             f"{path} is a {type(leaf).__name__}, a tensor subclass; pass plain tensors in the batch"
+        )
+    own = [] if is_fake(leaf) else [name for name in vars(leaf) if name[0] != "_"]
+    if own:
+        raise BatchMismatchError(
+            f"{path} has an attribute {own[0]!r}, which a captured step would not read; give it in the batch"
         )
     if leaf.layout is not torch.strided:
         raise BatchMismatchError(
@@ -107,7 +112,7 @@ def _tensor_facts(tensor: torch.Tensor, varying: Mapping[int, VaryingDim]) -> tu
         return shape, tensor.is_contiguous(), tensor.dtype, tensor.device
     # The stride of a dim of size 1 means nothing.
     strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
-    return tuple(tensor.shape), strides, tensor.dtype, tensor.device
+    return tuple(tensor.shape), strides, tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg()
 
 
 def _describe(value: Any, strides: bool = False, varying: Mapping[int, VaryingDim] | None = None) -> str:
@@ -116,5 +121,6 @@ def _describe(value: Any, strides: bool = False, varying: Mapping[int, VaryingDi
             repr(value) if isinstance(value, (int, float, str, type(None))) else f"a {type(value).__name__}"
         )
     suffix = f", strides {list(value.stride())}" if strides else ""
+    suffix += "".join(f", {name} view" for name in ("conj", "neg") if getattr(value, f"is_{name}")())
     sizes = ", ".join("any" if dim in (varying or {}) else str(size) for dim, size in enumerate(value.shape))
     return f"shape [{sizes}], {value.dtype}, on {value.device}{suffix}"

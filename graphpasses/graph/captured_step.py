@@ -10,8 +10,10 @@ from typing import Any, Literal, Self
 import torch
 from torch import fx, nn
 
+from graphpasses._torch.fake_mode import active_fake_mode, is_fake
 from graphpasses._torch.fsdp2 import fsdp_groups, reshard
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module, quick_call
+from graphpasses._torch.surroundings import never_compiled
 from graphpasses.errors import CaptureError
 from graphpasses.graph.accumulation import (
     CutGraph,
@@ -77,6 +79,7 @@ class CapturedStep(TrainGraph):
     check_every: int | Literal["sparse"] | None = None
     _num_calls: int = field(default=0, init=False)
 
+    @never_compiled
     def __call__(self, *batch: Any) -> torch.Tensor:
         """Runs the step on the live model.
 
@@ -131,6 +134,7 @@ class CapturedStep(TrainGraph):
         with self.cut_steps.keeping():
             return self(*batch)
 
+    @never_compiled
     def check(self, *batch: Any) -> None:
         """Compares the step with eager on a batch, as the capture did, and leaves everything as it was.
 
@@ -170,6 +174,10 @@ class CapturedStep(TrainGraph):
         if torch.is_inference_mode_enabled():
             raise CaptureError(
                 "the step is called under torch.inference_mode, where eager has no gradients; call it outside"
+            )
+        if active_fake_mode() is not None and not is_fake(next(self.model.parameters())):
+            raise CaptureError(
+                "loss_fn calls a captured step while it is captured itself; call what that step was captured of"
             )
         self._reshard()
         waiting, pending = self.cut_steps.find_waiting()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,9 @@ from torch.backends import cuda, cudnn, mkldnn
 
 from graphpasses._torch.fsdp2 import SETTINGS, find_outdated, fsdp_groups, group_name, group_setting
 from graphpasses._torch.module_hooks import global_hook_ids
+from graphpasses._torch.surroundings import function_modes, saved_tensor_hooks
 from graphpasses.errors import CaptureError
+from graphpasses.state.hyperparameters import TensorFacts
 from graphpasses.state.model import ModelStructure
 from graphpasses.state.slots import AGAIN, Asked, Owner
 from graphpasses.state.unwritten import Unwritten
@@ -34,13 +36,18 @@ class Snapshot:
     # Of the model's modules, and of objects that these hold: those forward read.
     attributes: tuple[Owner, ...] = ()
     names: tuple[Owner, ...] = ()  # values from outside that the step's code reads
+    tensors: tuple[Owner, ...] = ()  # shapes and the like of tensors from outside, which the graph keeps
     _seen: Unwritten | None = field(default=None, init=False)  # as an earlier check found the model
-    _num_written: int = field(default=0, init=False)  # in how many checks in a row it was written
+    _num_written: int = field(default=0, init=False)  # how many checks in a row found it written
 
     @classmethod
     def of(cls, model: nn.Module, attributes: Sequence[Owner] = (), names: Sequence[Owner] = ()) -> Snapshot:
         """Reads a model's structure and the settings; attributes and names were read before."""
         return cls(ModelStructure.of(model), settings_of(model), tuple(attributes), tuple(names))
+
+    def with_tensors(self, tensors: Iterable[torch.Tensor]) -> Snapshot:
+        """Returns it with what the graph has built in of tensors from outside, which it keeps."""
+        return replace(self, tensors=tuple(map(_tensor_owner, tensors)))
 
     def check(self, model: nn.Module) -> list[torch.Tensor | None]:
         """Returns the model's tensors, by slot; raises, and names it, if something is not what it was."""
@@ -58,7 +65,7 @@ class Snapshot:
                 self.for_model(model)
         elif self._seen is not None:
             _refuse(self._seen.others)
-        _refuse(self.settings)
+        _refuse((*self.settings, *self.tensors))
         _refuse(self.names, _IN_BATCH)
         return tensors
 
@@ -72,7 +79,7 @@ class Snapshot:
                 other = others[id(owner.value)]
                 _refuse([owner], now=other, alike=True)
                 owner.of(other, known)
-        return Snapshot(structure, settings_of(model), tuple(known.values()), self.names)
+        return Snapshot(structure, settings_of(model), tuple(known.values()), self.names, self.tensors)
 
 
 def _refuse(owners: Iterable[Owner], advice: str = AGAIN, **options: Any) -> None:
@@ -93,6 +100,9 @@ def settings_of(model: nn.Module) -> tuple[Owner, ...]:
         **{f"torch.backends.cuda.{name}()": getattr(cuda, name) for name in _ATTENTION},
         "torch.backends.cudnn.enabled": lambda: cudnn.enabled,
         "torch.backends.mkldnn.enabled": lambda: mkldnn.enabled,
+        "torch.is_anomaly_enabled()": torch.is_anomaly_enabled,
+        "the TorchFunctionModes that are on": function_modes,
+        "torch.autograd.graph.saved_tensors_hooks": saved_tensor_hooks,
         "the hooks of all modules (register_module_forward_hook and others)": global_hook_ids,
         **{
             f"{name} of FSDP2 group {group_name(group)!r}": partial(group_setting, group, name)
@@ -104,6 +114,19 @@ def settings_of(model: nn.Module) -> tuple[Owner, ...]:
     for name, owner in zip(asked, owners, strict=True):
         owner.add(name, name)
     return owners
+
+
+def _tensor_owner(tensor: torch.Tensor) -> Owner:
+    before = TensorFacts.of(tensor), tensor.requires_grad
+    text = str(before[0])
+
+    def ask() -> str:
+        now = TensorFacts.of(tensor), tensor.requires_grad
+        return text if now == before else f"{now[0]}{', which requires a gradient' if now[1] else ''}"
+
+    owner = Owner(Asked(ask))
+    owner.add("", "a tensor from outside that loss_fn reads")
+    return owner
 
 
 def _autocast(device: str) -> torch.dtype | None:

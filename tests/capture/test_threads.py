@@ -125,3 +125,27 @@ def test_what_other_threads_compute_of_their_own() -> None:
     model = build()
     step = capture_train_step(fn, model, X)
     assert same_bits(step(X), fn(model, X).detach())
+
+
+def test_captures_and_eager_training_in_other_threads() -> None:
+    """A trace changes classes, hooks and the way into autograd's engine: for its own thread alone."""
+    models = [build() for _ in range(4)]
+    first = capture_train_step(mean, models[0], X)
+
+    def run(index: int) -> torch.Tensor:
+        if index == 0:
+            losses = [first(X) for _ in range(20)]
+        elif index == 1:
+            losses = [mean(models[1], X) for _ in range(20)]
+            torch.autograd.backward(losses)
+        else:
+            losses = [capture_train_step(mean, models[index], X)(X)]
+        return losses[-1].detach()
+
+    with ThreadPoolExecutor(4) as pool:
+        losses = [*pool.map(run, range(4))]
+    assert all(same_bits(loss, mean(build(), X).detach()) for loss in losses)
+
+
+def mean(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()

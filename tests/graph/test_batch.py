@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -93,12 +94,23 @@ class Other(torch.Tensor):
     pass
 
 
+def with_attribute() -> torch.Tensor:
+    x: Any = X.clone()
+    x.weight = 2.0
+    x._of_a_library = True
+    return x  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     ("leaf", "message"),
     [
         (
             X.to_sparse(),
             "batch[0] has layout torch.sparse_coo; pass dense tensors, and make others of them in loss_fn",
+        ),
+        (
+            with_attribute(),
+            "batch[0] has an attribute 'weight', which a captured step would not read; give it in the batch",
         ),
         (X.as_subclass(Other), "batch[0] is a Other, a tensor subclass; pass plain tensors in the batch"),
     ],
@@ -119,3 +131,14 @@ def test_strides(leaf: torch.Tensor) -> None:
         f"shape [2, 4], torch.float32, on cpu, strides {list(leaf.stride())}. Capture a step for it, or pad the batch"
     )
     assert capture_train_step(lambda model, x: model(x).sum(), step.model, leaf)(leaf).isfinite()
+
+
+def test_conjugates() -> None:
+    """A graph asks for no conjugate that was none when it was traced, as ``view_as_real`` would."""
+    x = torch.complex(X, X)
+    step = capture_train_step(lambda model, x: model(x.real.clone()).sum(), nn.Linear(4, 1), x)
+    assert refused(step, x.conj()) == (
+        "batch[0] differs from the captured batch: expected shape [2, 4], torch.complex64, on cpu, got shape [2, 4], "
+        "torch.complex64, on cpu, conj view. Capture a step for it, or pad the batch"
+    )
+    assert same_bits(step(x.conj().resolve_conj()), step(x))

@@ -94,3 +94,21 @@ def test_without_gradients_and_from_another_thread(step: CapturedStep) -> None:
 def test_backward_has_run(step: CapturedStep) -> None:
     with pytest.raises(RuntimeError, match=r"^element 0 of tensors does not require grad"):
         step(X).backward()
+
+
+def test_a_compiled_caller(step: CapturedStep) -> None:
+    """Dynamo would build in what the step's checks read."""
+    train = torch.compile(lambda x: step(2 * x) + 1, backend="eager")
+    assert same_bits(train(X), loss_fn(step.model, 2 * X).detach() + 1)
+    step.model.weight.register_hook(lambda gradient: 2 * gradient)
+    assert refused(lambda: train(X)).startswith("a hook on parameter 'weight' waits for its gradient")
+
+
+def test_in_the_loss_of_another_step(step: CapturedStep) -> None:
+    def both(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return loss_fn(model, x) + step(x)
+
+    assert refused(lambda: capture_train_step(both, nn.Linear(4, 2), X)) == (
+        "loss_fn calls a captured step while it is captured itself; call what that step was captured of"
+    )
+    assert step.model.weight.grad is None

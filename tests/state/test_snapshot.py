@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import CaptureError
@@ -22,6 +24,11 @@ X = torch.arange(8.0).view(2, 4)
 def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     y = model(x)[None, None]
     return nn.functional.scaled_dot_product_attention(y, y, y).square().mean()
+
+
+class Watching(TorchFunctionMode):
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -67,6 +74,24 @@ def changed(change: Callable[[Any], object], before: Any, after: Any) -> Iterato
             "True",
             "False",
         ),
+        (
+            lambda: saved_tensors_hooks(torch.Tensor.bfloat16, torch.Tensor.float),
+            "'torch.autograd.graph.saved_tensors_hooks'",
+            "()",
+            "a tuple of 2",
+        ),
+        (
+            Watching,
+            "the TorchFunctionModes that are on",
+            "()",
+            "('tests.state.test_snapshot.Watching')",
+        ),
+        (
+            lambda: torch.autograd.set_detect_anomaly(True, check_nan=False),
+            "torch.is_anomaly_enabled()",
+            "False",
+            "True",
+        ),
     ],
 )
 def test_settings_that_a_graph_has_built_in(
@@ -81,6 +106,34 @@ def test_settings_that_a_graph_has_built_in(
         "change"
     )
     assert same_bits(step(X), expected)
+
+
+def put_into(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    tensor.data = other
+
+
+@pytest.mark.parametrize(
+    ("change", "after"),
+    [
+        (lambda scale: put_into(scale, torch.ones(3, 4)), "[3, 4] torch.float32 on cpu, strides [4, 1]"),
+        (
+            lambda scale: scale.requires_grad_(),
+            "[1, 4] torch.float32 on cpu, strides [4, 1], which requires a gradient",
+        ),
+    ],
+)
+def test_tensors_from_outside_that_become_others(change: Callable[[torch.Tensor], None], after: str) -> None:
+    model, scale = nn.Linear(4, 1), torch.ones(1, 4)
+    step = capture_train_step(lambda model, x: model(x * scale).sum() / len(scale), model, X)
+    put_into(scale, 2 * scale)
+    assert same_bits(step(X), model(2 * X).sum().detach())
+    change(scale)
+    with pytest.raises(CaptureError) as caught:
+        step(X)
+    assert str(caught.value) == (
+        "a tensor from outside that loss_fn reads was '[1, 4] torch.float32 on cpu, strides [4, 1]' when the step "
+        f"was captured, and is '{after}' now; capture the step again, or undo the change"
+    )
 
 
 def test_a_device_without_autocast() -> None:

@@ -1,0 +1,30 @@
+"""What code around a call has torch do: at each function, at each tensor that autograd saves, or to code itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+# Code that Dynamo leaves alone: it would build in what that reads, and compile an optimizer.
+never_compiled = _disable_dynamo
+
+
+def function_modes() -> tuple[str, ...]:
+    """Returns the classes of the ``TorchFunctionMode``s that are on, by name, but for that of a default device."""
+    current: Any = _get_current_function_mode_stack
+    modes = current() if torch._C._len_torch_function_stack() else ()
+    return tuple(
+        f"{type(mode).__module__}.{type(mode).__qualname__}"
+        for mode in modes
+        if not isinstance(mode, DeviceContext)
+    )
+
+
+def saved_tensor_hooks() -> tuple[Callable[..., object], ...]:
+    """Returns the innermost hooks on the tensors that autograd saves; none where no ``saved_tensors_hooks`` is on."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) or ()

@@ -1,0 +1,62 @@
+"""A ``loss_fn`` that reads gradients, or sets them, as ``zero_grad()`` does, is refused: no graph does that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from graphpasses.capture import capture_train_step
+from graphpasses.errors import CaptureError
+
+X = torch.arange(8.0).view(2, 4)
+OUTSIDE = nn.Parameter(X.clone())
+
+
+def build() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+GRADIENTS: dict[str, tuple[Callable[[nn.Module], object], str]] = {
+    "zero_grad": (lambda model: model.zero_grad(), "reads the gradient of '0.weight'"),
+    "set": (lambda model: setattr(model[0].weight, "grad", None), "sets the gradient of '0.weight'"),
+    "outside": (lambda model: OUTSIDE.grad, "reads the gradient of a tensor of shape [2, 4]"),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_that_loss_fn_reads_or_sets(name: str) -> None:
+    """At the capture there are none; the next call finds those of the first."""
+    touch, what = GRADIENTS[name]
+
+    def touches(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        touch(model)
+        return loss_fn(model, x)
+
+    with pytest.raises(CaptureError) as caught:
+        capture_train_step(touches, build(), X, check=False)
+    message = str(caught.value)
+    assert message.startswith(f"loss_fn, or a hook, {what} (.grad) at ")
+    assert message.endswith(
+        ", and a captured step would not. Do it before or after the step, also zero_grad(), and give what is "
+        "computed from gradients in the batch"
+    )
+
+
+def own_gradient(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone().requires_grad_()
+    torch.autograd.backward(x.square().sum(), inputs=[x])
+    assert x.grad is not None
+    return x.grad
+
+
+def test_gradients_of_what_loss_fn_makes() -> None:
+    model = build()
+    step = capture_train_step(lambda model, x: loss_fn(model, own_gradient(x)), model, X)
+    assert torch.equal(step(X), loss_fn(model, 2 * X))
