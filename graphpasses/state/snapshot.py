@@ -38,7 +38,7 @@ class Snapshot:
     names: tuple[Owner, ...] = ()  # values from outside that the step's code reads
     tensors: tuple[Owner, ...] = ()  # shapes and the like of tensors from outside, which the graph keeps
     _seen: Unwritten | None = field(default=None, init=False)  # as an earlier check found the model
-    _num_written: int = field(default=0, init=False)  # how many checks in a row found it written
+    _num_written: int = field(default=0, init=False)  # in how many checks in a row it was written
 
     @classmethod
     def of(cls, model: nn.Module, attributes: Sequence[Owner] = (), names: Sequence[Owner] = ()) -> Snapshot:
