@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import types
-from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -67,20 +66,14 @@ def use_cpu_as_accelerator(backend: str) -> None:
     estimation: Any = _runtime_estimation
     c10d: Any = dist
     device, barrier, get_device_module = _cpu_device(), dist.barrier, utils._get_device_module
-
-    def barrier_without_devices(group: Any = None, async_op: bool = False, device_ids: object = None) -> Any:
-        return barrier(group, async_op)
-
-    def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
-        distributed_c10d._set_pg_timeout(timeout, group)
-
     # torchtitan's bucketing weighs nodes by them, also where it decides nothing by weight. 2.15 asks of a device.
     estimation.get_gpu_dram_gbps = lambda device=None: 100.0
     estimation.get_device_tflops = lambda dtype, device=None: 1.0
     utils._get_available_device_type = lambda: "cpu"
     utils._get_device_module = lambda kind: device if kind == "cpu" else get_device_module(kind)
-    c10d.barrier = barrier_without_devices  # gloo takes no device_ids
-    if not hasattr(c10d, "set_timeout"):
-        c10d.set_timeout = set_timeout  # torchtitan's torch is newer
+    # gloo takes no device_ids.
+    c10d.barrier = lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)
+    if not hasattr(c10d, "set_timeout"):  # torchtitan's torch is newer
+        c10d.set_timeout = lambda timeout, group=None: distributed_c10d._set_pg_timeout(timeout, group)
     dist.Backend.default_device_backend_map["cpu"] = backend
     _offload_to_cpu_from_cpu()

@@ -27,17 +27,11 @@ def global_hook_ids() -> tuple[int, ...]:
 
     Those of a trace are there while another thread calls a step, and compute nothing.
     """
-    return tuple(
-        number
-        for hooks_of_all in (
-            torch_module._global_forward_pre_hooks,
-            torch_module._global_forward_hooks,
-            torch_module._global_backward_pre_hooks,
-            torch_module._global_backward_hooks,
-        )
-        for number, hook in [*hooks_of_all.items()]
-        if getattr(hook, "__module__", "").partition(".")[0] != "graphpasses"
-    )
+    before, after = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
+    backward = torch_module._global_backward_pre_hooks, torch_module._global_backward_hooks
+    every = (pair for hooks_of_all in (before, after, *backward) for pair in [*hooks_of_all.items()])
+    homes = {number: getattr(hook, "__module__", "").partition(".")[0] for number, hook in every}
+    return tuple(number for number, home in homes.items() if home != "graphpasses")
 
 
 def hooks(module: nn.Module) -> Iterator[Any]:

@@ -176,18 +176,13 @@ def _copied(value: Any) -> Any:
 
 def _named(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yields an operator's arguments, lists opened, with their names."""
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        yield from _opened(argument.name, value)
-    for name, value in kwargs.items():
-        yield from _opened(name, value)
-
-
-def _opened(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (list, tuple)) and any(isinstance(each, Tensor) for each in tree_leaves(value)):
-        for index, each in enumerate(tree_leaves(value)):
-            yield f"{name}[{index}]", each
-    else:
-        yield name, value
+    names = (argument.name for argument in func._schema.arguments)
+    for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+        leaves = tree_leaves(value) if isinstance(value, (list, tuple)) else []
+        if any(isinstance(each, Tensor) for each in leaves):
+            yield from ((f"{name}[{index}]", each) for index, each in enumerate(leaves))
+        else:
+            yield name, value
 
 
 def _texts(func: Any, given: list[tuple[str, Any]]) -> Iterator[str]:

@@ -9,27 +9,24 @@ from contextlib import contextmanager
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    _foreach_supported_types,
-    _global_optimizer_post_hooks,
-    _global_optimizer_pre_hooks,
-)
+from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
 
 @contextmanager
 def lists_take_fakes() -> Iterator[None]:
     """In the block, optimizers make lists of fake tensors where they make lists of tensors."""
-    _foreach_supported_types.append(FakeTensor)
+    torch_optimizer._foreach_supported_types.append(FakeTensor)
     try:
         yield
     finally:
-        _foreach_supported_types.remove(FakeTensor)
+        torch_optimizer._foreach_supported_types.remove(FakeTensor)
 
 
 def runs_hooks(optimizer: Optimizer) -> bool:
     """Whether something else than the optimizer's own step, or a scheduler's note of it, runs when it is called."""
-    step, of_all = vars(optimizer).get("step"), (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    step = vars(optimizer).get("step")
+    of_all = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
     is_replaced = step is not None and not getattr(step, "_wrapped_by_lr_sched", False)
     return is_replaced or has_step_hooks(optimizer) or any(of_all)
 

@@ -20,12 +20,9 @@ from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preser
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import proxy
+from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-from torch.fx.experimental.symbolic_shapes import (
-    DimDynamic,
-    RelaxedUnspecConstraint,
-    StatelessSymbolicContext,
-)
+from torch.fx.experimental.symbolic_shapes import DimDynamic
 from torch.fx.traceback import preserve_node_meta
 from torch.nn.utils.stateless import _reparametrize_module
 
@@ -112,10 +109,10 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor, name: str) -> torch.Tensor
     dynamic: Collection[int] = getattr(tensor, "_dynamo_dynamic_indices", ())
     if not dynamic:
         return mode.from_tensor(tensor, static_shapes=True)
-    limit = RelaxedUnspecConstraint(warn_only=False)
+    limit = symbolic_shapes.RelaxedUnspecConstraint(warn_only=False)
     kinds = [DimDynamic.DYNAMIC if dim in dynamic else DimDynamic.STATIC for dim in range(tensor.dim())]
     limits: list[Any] = [limit if dim in dynamic else None for dim in range(tensor.dim())]
-    context: Any = StatelessSymbolicContext(dynamic_sizes=kinds, constraint_sizes=limits)
+    context: Any = symbolic_shapes.StatelessSymbolicContext(dynamic_sizes=kinds, constraint_sizes=limits)
     return mode.from_tensor(tensor, source=LocalSource(name, is_input=True), symbolic_context=context)
 
 

@@ -18,11 +18,8 @@ def function_modes() -> tuple[str, ...]:
     """Returns the classes of the ``TorchFunctionMode``s that are on, by name, but for that of a default device."""
     current: Any = _get_current_function_mode_stack
     modes = current() if torch._C._len_torch_function_stack() else ()
-    return tuple(
-        f"{type(mode).__module__}.{type(mode).__qualname__}"
-        for mode in modes
-        if not isinstance(mode, DeviceContext)
-    )
+    kinds = (type(mode) for mode in modes if not isinstance(mode, DeviceContext))
+    return tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
 
 
 def saved_tensor_hooks() -> tuple[Callable[..., object], ...]:

@@ -77,7 +77,8 @@ class Decisions:
         self._slices.follow(traced.graph)
         if self._slices.is_size_of_input(symbol):
             return None  # torch knows it
-        if (certain := self._slices.certain_value(symbol)) is not None:
+        node, _ = self._slices.bound.get(symbol, (None, None))
+        if node is not None and (certain := certain_value(node)) is not None:
             return certain
         if (reason := self._slices.refusal(symbol)) is None:
             nodes = self._slices.nodes([symbol])
@@ -131,7 +132,7 @@ class Decisions:
             copies[node].meta = {}
         graph.output(())
         item_of = dict(zip(self._slices.placeholders, self._inputs, strict=True))
-        brought = {node: self._slices.symbols_of(node).items() for node in nodes}
+        brought = {node: self._slices.brought[node].items() for node in nodes if node in self._slices.brought}
         sizes = frozenset(filter(self._slices.is_size_of_input, symbols))
         guards = Guards(
             module=fx.GraphModule(traced.root, graph),
@@ -140,7 +141,6 @@ class Decisions:
             places={
                 copies[node].name: tuple((symbol, path) for symbol, path in places if symbol in symbols)
                 for node, places in brought.items()
-                if places
             },
             decisions=tuple(decisions),
             captured={s: self._slices.size_of_input(s) for s in sizes}
@@ -219,8 +219,12 @@ class _Slices:
     def __init__(self, inputs: Sequence[tuple[GraphInput, Any]]) -> None:
         self.placeholders: list[fx.Node] = []
         self._inputs = inputs
-        self._bound: dict[Symbol, tuple[fx.Node, Any]] = {}
-        self._brought: dict[fx.Node, dict[Symbol, Any]] = {}
+        self.bound: dict[
+            Symbol, tuple[fx.Node, Any]
+        ] = {}  # the node that brings a symbol, and its place there
+        self.brought: dict[
+            fx.Node, dict[Symbol, Any]
+        ] = {}  # the symbols that a node brings, and their places
         self._memory: dict[fx.Node, set[Any]] = {}
         self._writers: dict[Any, list[fx.Node]] = {}
         self._unknown: dict[Any, str] = {}  # by node, or memory, why it cannot be computed
@@ -248,20 +252,16 @@ class _Slices:
 
     def bind(self, symbol: Symbol, node: fx.Node, path: Any) -> None:
         """Notes that a symbol is at a place of a node's value, unless another node brought it."""
-        if self._bound.setdefault(symbol, (node, path))[0] is node:
-            self._brought.setdefault(node, {})[symbol] = path
-
-    def symbols_of(self, node: fx.Node) -> dict[Symbol, Any]:
-        """Returns the symbols that a node brings, each with its place."""
-        return self._brought.get(node, {})
+        if self.bound.setdefault(symbol, (node, path))[0] is node:
+            self.brought.setdefault(node, {})[symbol] = path
 
     def is_size_of_input(self, symbol: Symbol) -> bool:
         """Whether a symbol is the size of a dim that varies."""
-        return symbol in self._bound and self._bound[symbol][0].op == "placeholder"
+        return symbol in self.bound and self.bound[symbol][0].op == "placeholder"
 
     def size_of_input(self, symbol: Symbol) -> int:
         """Returns the size that such a symbol has in the batch that is traced."""
-        node, path = self._bound[symbol]
+        node, path = self.bound[symbol]
         return int(value_at(self._inputs[self.placeholders.index(node)][1], path))
 
     def _reason(self, node: fx.Node, effects: Effects) -> str | None:
@@ -280,13 +280,9 @@ class _Slices:
 
     def refusal(self, symbol: Symbol) -> str | None:
         """Returns why the value of a symbol cannot be computed before a step; None if it can."""
-        if symbol not in self._bound:
+        if symbol not in self.bound:
             return "cannot be computed before the step"
-        return None if self.is_size_of_input(symbol) else self._unknown.get(self._bound[symbol][0])
-
-    def certain_value(self, symbol: Symbol) -> bool | None:
-        """Returns the value of a symbol that no random number changes; None for any other."""
-        return certain_value(self._bound[symbol][0]) if symbol in self._bound else None
+        return None if self.is_size_of_input(symbol) else self._unknown.get(self.bound[symbol][0])
 
     def can_vary(self, symbols: Iterable[Symbol]) -> bool:
         """Whether the values of symbols can be computed before a step, and may differ from step to step."""
@@ -301,7 +297,7 @@ class _Slices:
         sizes = {
             symbol: sympy.Dummy(integer=True, nonnegative=True)
             for symbol in condition.free_symbols
-            if symbol in self._bound and traced_symbols.is_size(self._bound[symbol][1])
+            if symbol in self.bound and traced_symbols.is_size(self.bound[symbol][1])
         }
         return condition.xreplace(sizes) is not sympy.true
 
@@ -313,7 +309,7 @@ class _Slices:
             writers = (writer for key in memory for writer in self._writers.get(key, ()))
             return [*node.all_input_nodes, *(writer for writer in writers if writer < node)]
 
-        return sorted(reach([self._bound[symbol][0] for symbol in symbols], sources))
+        return sorted(reach([self.bound[symbol][0] for symbol in symbols], sources))
 
     def written(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
         """Returns the placeholders and constants that nodes write in place."""

@@ -197,13 +197,11 @@ def gradients_refused(model: nn.Module) -> Iterator[None]:
     names = {id(parameter): repr(fqn) for fqn, parameter in model.named_parameters()}
     grad: Any = torch.Tensor.grad
     thread = threading.get_ident()
-
     inside: list[torch.Tensor] = []  # read now: a mode of functions asks for the same again
 
     def refuse(tensor: torch.Tensor, does: str) -> None:
-        is_own = is_fake(tensor) and not isinstance(
-            tensor, nn.Parameter
-        )  # of the step, as x.grad of a penalty
+        # Of the step, as x.grad of a penalty.
+        is_own = is_fake(tensor) and not isinstance(tensor, nn.Parameter)
         frame: Any = inspect.currentframe()
         reader = frame.f_back.f_back
         is_tracers = reader.f_globals.get("__name__", "").startswith(_READ_GRADIENTS)
@@ -217,24 +215,20 @@ def gradients_refused(model: nn.Module) -> Iterator[None]:
             "batch"
         )
 
-    def get(tensor: torch.Tensor) -> Any:
-        refuse(tensor, "reads")
-        inside.append(tensor)
-        try:
-            return grad.__get__(tensor)
-        finally:
-            inside.pop()
+    def refused(access: Any, does: str) -> Any:
+        def call(tensor: torch.Tensor, *value: torch.Tensor | None) -> Any:
+            refuse(tensor, does)
+            inside.append(tensor)
+            try:
+                return access(tensor, *value)
+            finally:
+                inside.pop()
 
-    def assign(tensor: torch.Tensor, value: torch.Tensor | None) -> None:
-        refuse(tensor, "sets")
-        inside.append(tensor)
-        try:
-            grad.__set__(tensor, value)
-        finally:
-            inside.pop()
+        return call
 
     replace: Any = mock.patch.object
-    with replace(torch.Tensor, "grad", property(get, assign)):
+    instead = property(refused(grad.__get__, "reads"), refused(grad.__set__, "sets"))
+    with replace(torch.Tensor, "grad", instead):
         yield
 
 

@@ -20,23 +20,15 @@ def live_state_restored(model: nn.Module) -> Iterator[None]:
     Tensors are put back, not what was written into them; of attributes that are lists, dicts and sets the items, too.
     """
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    try:
-        with attributes_restored(model.modules()), _random_state_restored():
-            yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-
-
-@contextmanager
-def _random_state_restored() -> Iterator[None]:
     numpy, state = sys.modules.get("numpy"), random.getstate()
     numpy_state = None if numpy is None else numpy.random.get_state()
     devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
     try:
-        with torch.random.fork_rng(devices):
+        with attributes_restored(model.modules()), torch.random.fork_rng(devices):
             yield
     finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
         random.setstate(state)
         if numpy is not None:
             numpy.random.set_state(numpy_state)

@@ -212,27 +212,24 @@ class Reads:
         return not first or reader.f_locals.get(first[0]) is not this
 
     def _on_read(self, this: Any, name: str, value: Any) -> None:
-        self._is_looking = True
-        try:
-            self._look_at(this, name, value)
-        finally:
-            self._is_looking = False
-
-    def _look_at(self, this: Any, name: str, value: Any) -> None:
         owner, of_model = self._watched[id(this)], id(this) in self._outside.of_model
         if name in owner.slots or (id(this), name) in self._ignored:
             return
-        path = f"{owner.path}.{name}".lstrip(".")
-        what = "forward reads attribute" if of_model else "the code of the step reads"
-        refuse_iterator(f"{what} {path!r}", value)
-        if not self._counts(this, name, value):
-            self._ignored.add((id(this), name))
-            return
-        static = inspect.getattr_static(type(this), name, None)
-        if isinstance(static, cached_property) and name not in self._own[id(this)]:
-            value = MISSING  # it is made now
-        slot = owner.add(name, value=value)
-        slot.opened = self._outside.open(slot.path, value, of_model=of_model)
+        self._is_looking = True
+        try:
+            path = f"{owner.path}.{name}".lstrip(".")
+            what = "forward reads attribute" if of_model else "the code of the step reads"
+            refuse_iterator(f"{what} {path!r}", value)
+            if not self._counts(this, name, value):
+                self._ignored.add((id(this), name))
+                return
+            static = inspect.getattr_static(type(this), name, None)
+            if isinstance(static, cached_property) and name not in self._own[id(this)]:
+                value = MISSING  # it is made now
+            slot = owner.add(name, value=value)
+            slot.opened = self._outside.open(slot.path, value, of_model=of_model)
+        finally:
+            self._is_looking = False
 
     def _counts(self, this: Any, name: str, value: Any) -> bool:
         """Whether a step may build an attribute in: no tensor or module of the model's, nor what code computes."""
