@@ -190,12 +190,19 @@ def _dim_order(torchs: Callable[..., tuple[list[int], bool]], *tensors: Any, **o
     return torchs(*tensors, **options)
 
 
+_SUM = 2  # of torch's reductions of a loss
+
+
 def _with_strides(
     decomposition: Callable[..., Any], restride: Callable[..., torch.Tensor]
 ) -> Callable[..., Any]:
     @functools.wraps(decomposition)
     def call(*args: Any, **kwargs: Any) -> Any:
-        result = decomposition(*args, **kwargs)
+        try:
+            result = decomposition(*args, **kwargs)
+        except ZeroDivisionError:  # a mean of no elements, whose gradient has the shape of that of a sum
+            gradient, value, target, _, *others = args
+            result = decomposition(gradient, value, target, _SUM, *others)
         if isinstance(result, torch.Tensor):
             return restride(result, *args)
         # A backward that was not asked for a gradient returns None in its place.

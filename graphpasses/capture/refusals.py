@@ -61,6 +61,9 @@ _REFUSED_MODULES: dict[type[nn.Module], str] = {
     nn.DataParallel: (
         "is a DataParallel, which copies itself at each call; capture its .module, on one process per device"
     ),
+    torch.jit.ScriptModule: (
+        "was made by torch.jit, whose code a trace does not see; capture the module it was made of"
+    ),
     FullyShardedDataParallel: (
         "is a FullyShardedDataParallel (FSDP1), which gathers and reduces in hooks that a captured step does not "
         "run; shard the plain model with fully_shard"

@@ -15,7 +15,8 @@ from graphpasses.capture.random_state import RandomCalls, find_random_fault
 from graphpasses.capture.refusals import OTHER_MEMORY, WRITE_IN_PLACE
 from graphpasses.errors import CaptureError
 from graphpasses.graph import CapturedStep
-from graphpasses.graph.nodes import named_call
+from graphpasses.graph.nodes import memories, named_call
+from graphpasses.identity import named_state
 
 StepRule = Callable[[CapturedStep, RandomCalls], str | None]
 aten = torch.ops.aten
@@ -78,6 +79,12 @@ def _outside_tensors(step: CapturedStep, _: RandomCalls) -> str | None:
         value = getattr(step.module, str(node.target))
         if isinstance(value, torch.Tensor) and not is_literal(node):
             outside[id(value)] = value
+    own = {each: fqn for fqn, tensor in named_state(step.model) for each in memories(tensor)}
+    for fqn in [own[each] for value in outside.values() for each in memories(value) if each in own]:
+        return (
+            f"loss_fn reads {fqn!r} by a variable of its own, and a captured step would compute no gradient by it, "
+            "nor know when it changes. Read it from the model that loss_fn is given"
+        )
     shapes = [f"shape {list(value.shape)}, {value.dtype}" for value in outside.values()]
     for shape, value in zip(shapes, outside.values(), strict=True):
         if value.requires_grad:

@@ -108,6 +108,9 @@ def trace_step(
                 loss = loss_fn(first_model(model), *structure.build(args))
             if [fqn for fqn, _ in named_state(model)] != [*own]:
                 raise CaptureError("the model's parameters, buffers or ties changed while loss_fn ran")
+            for fqn, parameter in named.items():
+                if not parameter.requires_grad:
+                    raise CaptureError(f"loss_fn sets requires_grad of {fqn!r}; set it before the capture")
             if reductions.reduced or any(
                 parameter.grad is not before
                 for parameter, before in zip(named.values(), gradients_before, strict=True)

@@ -24,8 +24,8 @@ from graphpasses.state.origin import is_torchs, is_users, is_users_code, is_user
 from graphpasses.state.outside import Outside, refuse_iterator
 from graphpasses.state.slots import Difference, Owner, Slot, read
 
-# What every module has of torch's own: parameters, hooks, its mode.
-_MODULE_STATE = frozenset(vars(nn.Module()))
+# What every module has of torch's own: parameters, hooks; not its mode, which forward may change.
+_MODULE_STATE = frozenset(vars(nn.Module())) - {"training"}
 _FROM_ENVIRONMENT = type(os.environ).__getitem__.__code__
 _OF_ENVIRONMENT = ("os", "collections.abc", "_collections_abc")
 

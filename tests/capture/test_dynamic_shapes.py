@@ -159,6 +159,19 @@ def test_sizes_one_and_none_are_captured_for_themselves(numbers: tuple[int, ...]
     assert len(step.captures) == len({min(each, 2) for each in numbers})
 
 
+@pytest.mark.parametrize("loss", [F.mse_loss, F.huber_loss])
+def test_a_mean_of_no_rows(loss: Callable[..., torch.Tensor]) -> None:
+    """Torch's formula for fake tensors divides by their number."""
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return loss(model(x), x[:, :3])
+
+    model = Net()
+    step = capture_train_step(loss_fn, model, *rows(5)[0], dynamic_shapes=({0: Dim.DYNAMIC},))
+    for batch in rows(5, 0, 3):
+        assert same_bits(step(*batch), loss_fn(model, *batch).detach())
+
+
 def test_a_decision_by_a_size_that_may_not_be_captured_again() -> None:
     first, second = rows(5, 8)
     step = capture_train_step(by_size, Net(), *first, dynamic_shapes=({0: Dim.AUTO},), recapture=False)

@@ -56,3 +56,16 @@ def test_results_that_hold_a_loss(wrap: Callable[..., Any], advice: str) -> None
     with pytest.raises(CaptureError) as caught:
         capture_train_step(loss_fn, nn.Linear(4, 2), X)
     assert str(caught.value) == f"loss_fn returned {advice}"
+
+
+@pytest.mark.parametrize("hold", [lambda weight: weight, lambda weight: weight.detach()[:1]])
+def test_a_parameter_that_loss_fn_holds_itself(hold: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The model is traced with others in the places of its parameters."""
+    model = nn.Linear(4, 2)
+    weight = hold(model.weight)
+    with pytest.raises(CaptureError) as caught:
+        capture_train_step(lambda model, x: model(x).sum() + weight.square().sum(), model, X)
+    assert str(caught.value) == (
+        "loss_fn reads 'weight' by a variable of its own, and a captured step would compute no gradient by it, nor "
+        "know when it changes. Read it from the model that loss_fn is given"
+    )

@@ -76,6 +76,10 @@ the model is a DataParallel, which copies itself at each call; capture its .modu
 the model is a FullyShardedDataParallel (FSDP1), which gathers and reduces in hooks that a captured step does not \
 run; shard the plain model with fully_shard""",
     ),
+    "scripted": (
+        lambda: torch.jit.trace(build(), X),
+        "the model was made by torch.jit, whose code a trace does not see; capture the module it was made of",
+    ),
     "compiled": (
         lambda: torch.compile(build(), backend="eager"),
         "the model is compiled; capture the module that torch.compile was given, before it is compiled",

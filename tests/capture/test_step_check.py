@@ -52,6 +52,41 @@ def test_a_change_that_nothing_sees(rewrite: Callable[[Any], Any]) -> None:
     assert str(caught.value).endswith("capture the step again")
 
 
+def double_in_its_node(model: nn.Module) -> Any:
+    """Doubles the gradient of a weight in the node that accumulates it, which has no list of its hooks."""
+    view = model[0].weight.view_as(model[0].weight)
+    node = view.grad_fn.next_functions[0][0]
+    return node, node.register_prehook(lambda gradients: (2 * gradients[0],))
+
+
+@torch.library.custom_op("graphpasses_tests::square", mutates_args=())
+def square(x: torch.Tensor) -> torch.Tensor:
+    return x * x
+
+
+def give_formula(factor: float) -> None:
+    square.register_autograd(
+        lambda ctx, gradient: gradient * ctx.saved_tensors[0] * factor,
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+    )
+
+
+square.register_fake(torch.empty_like)
+give_formula(2.0)
+
+
+@pytest.mark.parametrize("change", [double_in_its_node, lambda _: give_formula(3.0)])
+def test_hooks_and_formulas_that_only_autograd_knows(change: Callable[[nn.Module], Any]) -> None:
+    give_formula(2.0)
+    model = build()
+    step = capture_train_step(lambda model, x: square(model[0](x)).mean(), model, X)
+    step.check(X)
+    kept = change(model)
+    with pytest.raises(FidelityError, match=r"another gradient of '0\.weight' than eager"):
+        step.check(X)
+    del kept
+
+
 def test_everything_is_put_back() -> None:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters())

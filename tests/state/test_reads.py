@@ -211,6 +211,32 @@ def test_a_counter() -> None:
     assert model[0].value == 0
 
 
+class LeavesOtherwise(nn.Sequential):
+    """Leaves its dropout in another mode than it found it in, or its weight untrained."""
+
+    def __init__(self, leave: Callable[[nn.Module], object]) -> None:
+        super().__init__(nn.Linear(4, 4), nn.Dropout())
+        self.leave = leave
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = super().forward(x)
+        self.leave(self)
+        return result
+
+
+def test_a_mode_and_a_parameter_that_forward_leaves_otherwise() -> None:
+    model = LeavesOtherwise(lambda self: self[1].eval())
+    assert refused(lambda: capture_train_step(loss_fn, model, X)) == (
+        "forward changes attribute '1.training' (True, False) and computes otherwise from then on; a captured step "
+        "would not. Run forward once before the capture"
+    )
+    capture_train_step(loss_fn, LeavesOtherwise(lambda self: self[1].eval().train()), X)
+    model = LeavesOtherwise(lambda self: self[0].weight.requires_grad_(False))
+    assert refused(lambda: capture_train_step(loss_fn, model, X)) == (
+        "loss_fn sets requires_grad of '0.weight'; set it before the capture"
+    )
+
+
 def test_a_flag_that_decides() -> None:
     model = nn.Sequential(Changing(lambda value: "later", "first"))
     assert refused(lambda: capture_train_step(loss_fn, model, X)) == (

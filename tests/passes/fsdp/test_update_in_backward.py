@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import fx, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer, Rprop
 
 from graphpasses import Pipeline, capture_train_step
 from graphpasses.errors import PipelineError, ProofError
@@ -93,6 +93,20 @@ def test_a_second_run_changes_nothing() -> None:
     num_parts, notes, again = run(step)
     assert (num_parts, notes) == (0, ())
     assert str(again.graph) == str(step.graph)
+
+
+def test_numbers_that_become_tensors() -> None:
+    """Rprop makes tensors of its factors, in calls that read nothing else."""
+    model, eager = build(), build()
+    num_parts, _, step = run(capture(model, Rprop(model.parameters(), foreach=True)))
+    assert num_parts
+    theirs = Rprop(eager.parameters(), foreach=True)
+    for _ in range(3):
+        step(X)
+        loss_fn(eager, X).backward()
+        theirs.step()
+        theirs.zero_grad()
+    assert all(map(same_bits, model.parameters(), eager.parameters()))
 
 
 def test_steps_without_an_optimizer_stay() -> None:
