@@ -11,9 +11,7 @@ ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):`(?P<short>~?)(?P<target>
 
 def to_markdown(text: str) -> str:
     """Returns the text with roles as code, and with ``::`` as markdown has it."""
-    text = ROLE.sub(
-        lambda m: f"`{m['target'].rsplit('.', 1)[-1] if m['short'] else m['target'].lstrip('.')}`", text
-    )
+    text = ROLE.sub(lambda m: f"`{m['target'].rsplit('.', 1)[-1] if m['short'] else m['target'].lstrip('.')}`", text)
     text = re.sub(r"^\s*::\n", "", text, flags=re.MULTILINE)
     text = re.sub(r"::$", ":", text, flags=re.MULTILINE)
     # Sections by the names that griffe knows.

@@ -43,9 +43,7 @@ def _is_wrapper(kind: type) -> bool:
 
 def _computed(kind: type) -> list[tuple[str, Any]]:
     """Returns the modules that the getters of ``simple_fsdp._register_parametrization`` call, by parameter."""
-    getters = [
-        (name, value.fget) for name, value in vars(kind).items() if isinstance(value, property) and value.fget
-    ]
+    getters = [(name, value.fget) for name, value in vars(kind).items() if isinstance(value, property) and value.fget]
     return [(name, inspect.getclosurevars(getter).nonlocals["parametrization"]) for name, getter in getters]
 
 

@@ -67,13 +67,9 @@ class CollectiveSequence:
         for name in self.groups if groups is None else groups:
             group = named_group(str(name))
             signature = [topic, *self._lines]
-            agreed = question.combine(
-                exchange(signature, agreed, group=group, remembered=remembered, place=place)
-            )
+            agreed = question.combine(exchange(signature, agreed, group=group, remembered=remembered, place=place))
         if wrong := question.contradiction(agreed, facts):
-            raise AgreementError(
-                f"rank {dist.get_rank()} {wrong}. Disable {question.pass_name!r} for this model"
-            )
+            raise AgreementError(f"rank {dist.get_rank()} {wrong}. Disable {question.pass_name!r} for this model")
         answer: A = agreed
         return answer
 
@@ -104,9 +100,7 @@ def common_classes(classes: list[list[int]]) -> list[int]:
 
 def breaks_class(agreed: Sequence[int], own: Sequence[int]) -> bool:
     """Whether this rank sees a difference within a class on which all ranks agreed."""
-    return any(
-        first >= 0 and (own[index] < 0 or own[index] != own[first]) for index, first in enumerate(agreed)
-    )
+    return any(first >= 0 and (own[index] < 0 or own[index] != own[first]) for index, first in enumerate(agreed))
 
 
 # ---- the exchange ---------------------------------------------------------------------------------------

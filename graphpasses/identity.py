@@ -158,9 +158,7 @@ def preserve_identity(model: nn.Module, *, check_values: bool = False) -> Iterat
     identity = IdentityMap.of(model)
     modules = dict(walk_modules(model))
     # Weak, so that the block can free the modules that it replaces.
-    originals = {
-        name: weakref.ref(modules[name]) for aliases in identity.shared_modules.values() for name in aliases
-    }
+    originals = {name: weakref.ref(modules[name]) for aliases in identity.shared_modules.values() for name in aliases}
     requires_grad = {fqn: parameter.requires_grad for fqn, parameter in model.named_parameters()}
     del modules
     yield identity
@@ -225,9 +223,7 @@ def find_state(model: nn.Module, fqn: str) -> torch.Tensor | None:
     return parameter if parameter is not None else owner._buffers.get(name)
 
 
-def _members(
-    module_fqn: str, members: Mapping[str, torch.Tensor | None]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _members(module_fqn: str, members: Mapping[str, torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, member in members.items():
         if member is not None:
             yield f"{module_fqn}.{name}" if module_fqn else name, member

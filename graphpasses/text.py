@@ -12,9 +12,7 @@ def aligned(rows: Sequence[Sequence[str]], *, max_rows: int | None = None) -> li
     """
     kept = rows if max_rows is None else rows[: max_rows + 1]
     widths = [max(map(len, column)) for column in zip(*kept, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in kept
-    ]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in kept]
     return lines if len(kept) == len(rows) else [*lines, f"… and {len(rows) - len(kept)} more"]
 
 

@@ -85,8 +85,7 @@ def test_two_ranks() -> None:
         "refusals": [
             "ranks 0 and 1 compile different collectives: number 1 is of rank 0 on rank 0, of rank 1 on rank 1"
             + rule,
-            "ranks 0 and 1 compile different collectives: number 1 is c on rank 0, nothing more on rank 1"
-            + rule,
+            "ranks 0 and 1 compile different collectives: number 1 is c on rank 0, nothing more on rank 1" + rule,
         ],
     }
 
@@ -124,9 +123,7 @@ def test_a_contradiction_names_the_pass_to_disable() -> None:
         sequence = CollectiveSequence(read(EXCHANGE))
         assert sequence.agree(question, 3) == sequence.agree(question, 3, sequence.groups[:1]) == 3
         with mock.patch.object(agreement, "exchange", return_value=[1, 1]):
-            with pytest.raises(
-                AgreementError, match=r"^rank 0 changed its mind. Disable 'any' for this model$"
-            ):
+            with pytest.raises(AgreementError, match=r"^rank 0 changed its mind. Disable 'any' for this model$"):
                 sequence.agree(question, 3)
 
 

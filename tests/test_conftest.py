@@ -47,9 +47,7 @@ def test_other_tests_have_ten_seconds(
         monkeypatch.setattr(conftest, "_core_seconds", lambda seconds=seconds: start + seconds)
         with pytest.raises(StopIteration if seconds < 10 else pytest.fail.Exception) as caught:
             tear_down()
-    assert "test_other_tests_have_ten_seconds takes 11 s; make it faster, or mark it with" in str(
-        caught.value
-    )
+    assert "test_other_tests_have_ten_seconds takes 11 s; make it faster, or mark it with" in str(caught.value)
     monkeypatch.undo()
 
 
@@ -66,10 +64,7 @@ def test_quick_takes_the_first_case_of_unmarked_tests(conftest: Any) -> None:
         "b.py::cases[1]": "",
         "b.py::long[0]": "slow",
     }
-    items = [
-        SimpleNamespace(nodeid=nodeid, get_closest_marker=marker.__eq__)
-        for nodeid, marker in marker_of.items()
-    ]
+    items = [SimpleNamespace(nodeid=nodeid, get_closest_marker=marker.__eq__) for nodeid, marker in marker_of.items()]
     left_out = conftest._leave_out(items)
     assert [each.nodeid for each in items] == ["a.py::cases[0]", "b.py::cases[1]"]
     assert [each.nodeid for each in left_out] == ["a.py::ranks", "a.py::cases[1]", "b.py::long[0]"]

@@ -14,9 +14,7 @@ def num_lines(path: Path) -> int:
 
 
 def test_no_file_is_long() -> None:
-    files = [
-        path for folder in ("graphpasses", "experiments", "tests") for path in (ROOT / folder).rglob("*.py")
-    ]
+    files = [path for folder in ("graphpasses", "experiments", "tests") for path in (ROOT / folder).rglob("*.py")]
     long = {str(path.relative_to(ROOT)): num_lines(path) for path in files if num_lines(path) > MAX_LINES}
     assert not long, f"split files of more than {MAX_LINES} lines: {long}"
 

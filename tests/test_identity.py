@@ -50,9 +50,7 @@ def test_names_in_first_seen_order(device: str) -> None:
     assert identity.canonical("blocks.1.running_var") == "a.running_var"
     assert identity.aliases("out.weight") == ("emb.weight", "out.weight")
     assert identity.canonical("") == ""
-    assert (
-        repr(identity) == "IdentityMap(modules=7 (1 shared), parameters=7 (3 shared), buffers=3 (3 shared))"
-    )
+    assert repr(identity) == "IdentityMap(modules=7 (1 shared), parameters=7 (3 shared), buffers=3 (3 shared))"
 
 
 def test_agrees_with_torch() -> None:
@@ -145,8 +143,7 @@ def test_check_values() -> None:
         with preserve_identity(model, check_values=True):
             model.out.weight = nn.Parameter(model.emb.weight.detach() + 1)
     assert str(raised.value) == (
-        "the block broke ties that cannot be restored:\n"
-        "  'emb.weight' and 'out.weight' were tied: values differ"
+        "the block broke ties that cannot be restored:\n  'emb.weight' and 'out.weight' were tied: values differ"
     )
 
 
@@ -167,9 +164,7 @@ def test_ties_that_cannot_return(weight: torch.Tensor | None, problem: str) -> N
         model.out.weight = replaced
         model.blocks[1] = copy.deepcopy(model.a)
 
-    with pytest.raises(
-        IdentityError, match=f"^the block .*\n  'emb.weight' and 'out.weight' were tied: {problem}$"
-    ):
+    with pytest.raises(IdentityError, match=f"^the block .*\n  'emb.weight' and 'out.weight' were tied: {problem}$"):
         with preserve_identity(model):
             transform(model)
     assert model.out.weight is replaced
@@ -178,9 +173,7 @@ def test_ties_that_cannot_return(weight: torch.Tensor | None, problem: str) -> N
 
 def test_canonical_name_that_vanished() -> None:
     model = Model()
-    with pytest.raises(
-        IdentityError, match=r"'emb.weight' and 'out.weight' were tied: 'emb.weight' vanished"
-    ):
+    with pytest.raises(IdentityError, match=r"'emb.weight' and 'out.weight' were tied: 'emb.weight' vanished"):
         with preserve_identity(model):
             del model.emb
 

@@ -70,9 +70,7 @@ def private_uses(tree: ast.AST, package: str = "torch") -> Iterator[tuple[int, s
             for alias in node.names:
                 if alias.name.split(".")[0] == package:
                     names[alias.asname or package] = alias.name if alias.asname else package
-                    yield from (
-                        (node.lineno, alias.name) for part in alias.name.split(".") if is_private(part)
-                    )
+                    yield from ((node.lineno, alias.name) for part in alias.name.split(".") if is_private(part))
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package:
             for alias in node.names:
                 path = f"{node.module}.{alias.name}"
@@ -173,9 +171,7 @@ def private_attributes(tree: ast.AST) -> Iterator[tuple[int, str]]:
             case _:
                 continue
         owner = ast.unparse(value)
-        is_own = (
-            owner in ("self", "cls") or owner.split(".")[0] == "aten" or f"{owner}.".startswith("torch.ops.")
-        )
+        is_own = owner in ("self", "cls") or owner.split(".")[0] == "aten" or f"{owner}.".startswith("torch.ops.")
         if is_private(name) and not is_own and name not in PUBLIC_ENOUGH:
             yield node.lineno, f"{owner}.{name}"
 
@@ -228,11 +224,7 @@ def test_examples_in_docstrings_use_public_torch() -> None:
         if use not in NO_PUBLIC_NAME
     ]
     assert uses == []
-    inside = [
-        use
-        for code in examples(ROOT / "_torch/module_answers.py")
-        for _, use in private_uses(ast.parse(code))
-    ]
+    inside = [use for code in examples(ROOT / "_torch/module_answers.py") for _, use in private_uses(ast.parse(code))]
     assert inside == ["torch._subclasses.FakeTensor"]  # the control
 
 
@@ -254,16 +246,12 @@ def torchrec_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
             case ast.Attribute(attr="fbgemm" | "torchrec", value=ast.Attribute(attr="ops")):
                 yield node.lineno, ast.unparse(node)
             case ast.Constant(value=str(text)) if id(node) not in docs:
-                if re.search(
-                    r"(torchrec|fbgemm)[.:]|^fbgemm$|split_embedding_|_1d_cat_2d|_input_dist\b", text
-                ):
+                if re.search(r"(torchrec|fbgemm)[.:]|^fbgemm$|split_embedding_|_1d_cat_2d|_input_dist\b", text):
                     yield node.lineno, text
 
 
 def test_torchrecs_names_live_in_one_folder() -> None:
-    found = torchrec_names(
-        ast.parse("torch.ops.fbgemm.x; y = 'fbgemm.lookup'; 'a docstring of fbgemm.lookup'")
-    )
+    found = torchrec_names(ast.parse("torch.ops.fbgemm.x; y = 'fbgemm.lookup'; 'a docstring of fbgemm.lookup'"))
     assert {name for _, name in found} == {"torch.ops.fbgemm", "fbgemm.lookup"}
     uses = [
         f"{path.relative_to(ROOT)}:{line}: {name}"

@@ -82,9 +82,7 @@ class Case:
         """What is trained, controls last."""
         runs = dict.fromkeys((*self.clusters, *(each for pair in self.controls for each in pair)))
         return tuple(
-            each
-            for each in runs
-            if self.num_ranks in (None, each.num_ranks) and self.shape in (None, each.shape)
+            each for each in runs if self.num_ranks in (None, each.num_ranks) and self.shape in (None, each.shape)
         )
 
     @property
@@ -125,9 +123,7 @@ def _control(added: _Added) -> tuple[Cluster, Cluster]:
 
 _ON_ONE = Cluster("1 rank", (1,))
 _EAGER = (*(Cluster(f"{num} ranks", (num,)) for num in (2, 4, 8)),)
-_HYBRID = tuple(
-    Cluster(f"HSDP, {replicas} x {shards}", (replicas, shards)) for replicas, shards in ((2, 4), (4, 2))
-)
+_HYBRID = tuple(Cluster(f"HSDP, {replicas} x {shards}", (replicas, shards)) for replicas, shards in ((2, 4), (4, 2)))
 _CAPTURED = (
     Cluster("captured, 1 rank", (1,), captured=True),
     *(replace(each, name=f"captured, {each.name}", captured=True) for each in (*_EAGER[:2], _HYBRID[0])),

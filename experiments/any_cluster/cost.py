@@ -40,9 +40,7 @@ def main(layers: int = 6, dim: int = 256, rounds: int = 20, ranks: int = 4) -> N
 
 def _time_steps(layers: int, dim: int, num_rounds: int) -> dict[str, Timing]:
     generator = torch.Generator().manual_seed(dist.get_rank())
-    batches = [
-        torch.randint(0, 8 * dim, (4, 65), generator=generator) for _ in range(num_rounds + NUM_WARM_UPS)
-    ]
+    batches = [torch.randint(0, 8 * dim, (4, 65), generator=generator) for _ in range(num_rounds + NUM_WARM_UPS)]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     steps: dict[str, Step] = {}
     for name in ("FSDP2's own", "in a tree", "in a tree, added in fp32"):

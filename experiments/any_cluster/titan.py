@@ -60,11 +60,7 @@ def _train(case: Case, cluster: Cluster, num_steps: int, folder: Path, scratch: 
         config.checkpoint.load_step = steps.start
     else:
         config.checkpoint.initial_load_path = str(_dump(case, "seed", scratch) / "checkpoint" / "step-0")
-    trainer = (
-        config.build()
-        if cluster.added == "by FSDP2"
-        else canonical_trainer(config, accumulate=case.accumulate)
-    )
+    trainer = config.build() if cluster.added == "by FSDP2" else canonical_trainer(config, accumulate=case.accumulate)
     trainer.should_continue_training = lambda: trainer.step < steps.stop
     with recorded(trainer, run_path(folder, case.name, cluster.name), run=cluster.name, overwrite=True):
         trainer.train()
@@ -81,9 +77,7 @@ def _config(case: Case, cluster: Cluster, num_steps: int, scratch: Path) -> Any:
     config = trainer_config(recipe, scratch, num_steps, pass_pipeline.PIPELINE if cluster.captured else None)
     config.optimizer.implementation = "foreach"  # the fused one's bits depend on a shard's place
     # One that goes on reads what another has written.
-    config.dump_folder = str(
-        _dump(case, "resumed" if cluster.start or cluster.ends < 3 else cluster.name, scratch)
-    )
+    config.dump_folder = str(_dump(case, "resumed" if cluster.start or cluster.ends < 3 else cluster.name, scratch))
     config.checkpoint.enable, config.checkpoint.last_save_model_only = True, False
     config.checkpoint.interval = max(num_steps // 3, 1) if cluster.ends < 3 else num_steps + 1
     return config

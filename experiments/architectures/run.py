@@ -43,9 +43,7 @@ def _judge(experiment: ParityExperiment, case: Case, row: Comparison) -> Verdict
     both = [run for name in (EAGER, row.variant) if (run := experiment.runs.get((case.name, name)))]
     refused = next((run.facts for run in both if run.facts), "")
     must = case.architecture.refused if row.variant == GRAPH else ""
-    verdict = judge(
-        case.name, row, experiment.folder, experiment.num_steps, failure_of(case, row, experiment.runs)
-    )
+    verdict = judge(case.name, row, experiment.folder, experiment.num_steps, failure_of(case, row, experiment.runs))
     if refused:
         verdict = replace(verdict, result=f"refused: {refused}", status="wrong")
     if must and verdict.status != "not compared":

@@ -51,9 +51,7 @@ def train(run: SimulatedRun[Case], done: Callable[[int], object]) -> TrainedRun:
             train_eager(task(run.case), *given, done=done)
         elif run.variant in (SIMPLE_FSDP, NO_COALESCING):
             rewrite = _without_coalescing if run.variant == NO_COALESCING else None
-            train_graph(
-                task(run.case), *given, rewrite=rewrite, sharding="simple_fsdp", run=run.variant, done=done
-            )
+            train_graph(task(run.case), *given, rewrite=rewrite, sharding="simple_fsdp", run=run.variant, done=done)
         else:
             train_graph(task(run.case, run.variant), *given, run=run.variant, done=done)
     except ClusterError as error:

@@ -93,9 +93,7 @@ def _right(console: Console) -> int:
         counts[finding.answer] += 1
         table.add_row(name, finding.answer, finding.text.partition("\n")[0])
     console.print(table)
-    console.print(
-        f"of {counts.total()}: {', '.join(f'{count} {answer}' for answer, count in counts.items())}"
-    )
+    console.print(f"of {counts.total()}: {', '.join(f'{count} {answer}' for answer, count in counts.items())}")
     return int(counts["proved"] + counts["payload"] + counts["not proved"] < counts.total())
 
 

@@ -16,9 +16,7 @@ CORPUS = (
     # Memory that overlaps, with other and with itself.
     Case(("self.b[::2].copy_(self.b[:8].clone())", _END), ("law: aten.clone.default is a",)),
     Case(("self.b[::2].add_(self.b[:8].clone())", _END), ("law: aten.clone.default is a",)),
-    Case(
-        ("self.b.unfold(0, 2, 1).mul_(2.0)", _END), ("in place: aten.mul_.Tensor is mul(...): copy_(a, new)",)
-    ),
+    Case(("self.b.unfold(0, 2, 1).mul_(2.0)", _END), ("in place: aten.mul_.Tensor is mul(...): copy_(a, new)",)),
     # What in place rounds its number first.
     Case(
         ("a0 = self.g.var(-1)", "a2 = a0.square()", "return a2.float().sum()"),
@@ -145,9 +143,7 @@ CORPUS = (
     Case((_END,), ("spelling: defaults of aten.sum.default",)),
     Case((_END,), ("spelling: arguments of aten.mul.Scalar by name",)),
     Case((_END,), ("identity: aten.mul.Scalar: sub.Tensor(x, 0.0)",)),
-    Case(
-        ("a0 = self.c.clone()", "a0.copy_(x)", _END), ("spelling: arguments of aten.copy_.default by name",)
-    ),
+    Case(("a0 = self.c.clone()", "a0.copy_(x)", _END), ("spelling: arguments of aten.copy_.default by name",)),
     # Sizes that may vary, and such as became known.
     Case(
         ("a1 = -1.0 - x", "a2 = a1.view(torch.int32)", "self.k0[:64].copy_(a2.detach().reshape(-1))", _END),

@@ -69,9 +69,7 @@ def rewritten(graph: TrainGraph, rewrite: Rewrite) -> TrainGraph | None:
 def _would_end(node: fx.Node) -> bool:
     if "scaled_dot_product" not in str(node.target):
         return False
-    values = {
-        name: each.meta["val"] for name, each in named_arguments(node).items() if isinstance(each, fx.Node)
-    }
+    values = {name: each.meta["val"] for name, each in named_arguments(node).items() if isinstance(each, fx.Node)}
     return would_end_process(str(node.target), values)
 
 
@@ -135,9 +133,7 @@ class Attacked:
             if error := error_of(two):
                 return "raises", error
             for name in {**one, **two}:
-                begins_elsewhere = unproved and name[1].startswith(
-                    "step 1"
-                )  # where what is not proved may differ
+                begins_elsewhere = unproved and name[1].startswith("step 1")  # where what is not proved may differ
                 if one.get(name) == two.get(name) or name[0] in unproved or begins_elsewhere:
                     continue
                 if name not in one or name not in two or one[name][0] != two[name][0]:

@@ -40,14 +40,10 @@ class _Facts:
     def __init__(self, graph: TrainGraph) -> None:
         self.position = {node: index for index, node in enumerate(graph.graph.nodes)}
         self.writes = {node for node in calls(graph) if writes_arguments(node.target)}
-        self.written = {
-            each for node in self.writes for arg in node.all_input_nodes for each in storages(arg)
-        }
+        self.written = {each for node in self.writes for arg in node.all_input_nodes for each in storages(arg)}
 
     def is_pure(self, node: fx.Node) -> bool:
-        is_sent = any(
-            map(is_collective, (node, *node.all_input_nodes))
-        )  # and not there before it is waited for
+        is_sent = any(map(is_collective, (node, *node.all_input_nodes)))  # and not there before it is waited for
         return node.op == "call_function" and node not in self.writes and not draws(node) and not is_sent
 
     def is_calm(self, node: fx.Node) -> bool:

@@ -78,9 +78,7 @@ def run(graph: TrainGraph, flavour: str, num_ranks: int) -> Bits:
         return {("error", " ".join(str(error).split())[:150]): (None, None)}
 
 
-def _run(
-    graph: TrainGraph, flavour: str, rank: int
-) -> Iterator[tuple[tuple[str, str], tuple[object, object]]]:
+def _run(graph: TrainGraph, flavour: str, rank: int) -> Iterator[tuple[tuple[str, str], tuple[object, object]]]:
     given: dict[str, Any] = {}
     step, update = _Run(graph.module), graph.update
     later = None if update is None or update.is_in_step else _Run(update.module)

@@ -78,11 +78,7 @@ def _gain_text(found: Found) -> str:
 
 
 def _missed(found: Found) -> list[str]:
-    missed = (
-        []
-        if abs(_gain(found) / found.predicted_gain - 1) <= 0.1
-        else ["eager's gain is not the predicted one"]
-    )
+    missed = [] if abs(_gain(found) / found.predicted_gain - 1) <= 0.1 else ["eager's gain is not the predicted one"]
     for name, each in found.variants.items():
         if not each.has_eager_bits:
             missed.append(f"{name} has other bits than eager")
@@ -90,12 +86,8 @@ def _missed(found: Found) -> list[str]:
             assert each.planned is not None
             assert each.held is not None
             missed += [f"{name} holds more than planned"] * (each.held > each.planned.peak)
-            missed += [f"{name} is beyond the bound"] * (
-                each.exposed > 1.1 * max(found.bound, found.critical)
-            )
-            missed += [f"{name} is slower than FSDP2's order"] * (
-                each.seconds > 1.01 * found.variants[ORDER].seconds
-            )
+            missed += [f"{name} is beyond the bound"] * (each.exposed > 1.1 * max(found.bound, found.critical))
+            missed += [f"{name} is slower than FSDP2's order"] * (each.seconds > 1.01 * found.variants[ORDER].seconds)
     return missed
 
 

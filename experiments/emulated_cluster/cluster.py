@@ -33,9 +33,7 @@ class Cluster:
         self.wire = wire
         self.clock = clock or WallClock()
         self.streams = Streams(self.clock)
-        self.sent: list[
-            tuple[Transfer, float]
-        ] = []  # the collectives since it was last cleared, and their seconds
+        self.sent: list[tuple[Transfer, float]] = []  # the collectives since it was last cleared, and their seconds
 
 
 _clusters: list[Cluster] = []
@@ -118,9 +116,7 @@ class EmulatedProcessGroup(RingProcessGroup):
         output.detach().view(self.size(), -1).copy_(input.detach().clone().view(1, -1))
         return self._timed("all_gather", output.nbytes, input)
 
-    def all_gather_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> dist.Work:
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> dist.Work:
         """Gathers several inputs, one after the other."""
         return [self.all_gather_single(*each) for each in zip(outputs, inputs, strict=True)][-1]
 

@@ -68,9 +68,7 @@ class BlockSchedule(GraphPass):
         """Moves nodes in place; returns how many have another place."""
         before = [*graph.graph.nodes]
         with _asked_of(lambda node: 1.0):  # which decides nothing
-            _OfBuckets(
-                graph.module, [], False, is_backward_fn=is_backward, module_stack_fn=lambda node: []
-            ).run()
+            _OfBuckets(graph.module, [], False, is_backward_fn=is_backward, module_stack_fn=lambda node: []).run()
         return _num_moved(before, graph)
 
 

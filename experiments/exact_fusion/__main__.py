@@ -45,9 +45,7 @@ def main(
 
 
 def _table(found: Result) -> Table:
-    table = Table(
-        "variant", "bits", title="Training steps, one thread; times as fast: the median of paired rounds"
-    )
+    table = Table("variant", "bits", title="Training steps, one thread; times as fast: the median of paired rounds")
     for column in ("CPU, ms", "of eager", "of captured", "wall, ms", "of eager", "of captured"):
         table.add_column(column, justify="right")
     for name, what in found.first_difference.items():

@@ -26,9 +26,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         y = self.norm1(x)
-        q, k, v = (
-            linear(y).unflatten(-1, (HEADS, -1)).transpose(1, 2) for linear in (self.q, self.k, self.v)
-        )
+        q, k, v = (linear(y).unflatten(-1, (HEADS, -1)).transpose(1, 2) for linear in (self.q, self.k, self.v))
         q, k = rotated(q, cos, sin), rotated(k, cos, sin)
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         y = self.norm2(x)

@@ -104,9 +104,7 @@ def measure(num_layers: int, dim: int, length: int, batch: int, num_steps: int, 
         for name, variant in variants.items():
             start = time.perf_counter()
             losses[name] = variant.step(tokens)
-            if (
-                name == FUSED and index == 1
-            ):  # the first step makes the optimizer's state, by torch's own functions
+            if name == FUSED and index == 1:  # the first step makes the optimizer's state, by torch's own functions
                 seconds = time.perf_counter() - start
         for name, variant in variants.items():
             what = _difference(variants[EAGER], losses[EAGER], variant, losses[name])

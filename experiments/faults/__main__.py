@@ -67,9 +67,7 @@ def make_table(found: Sequence[Found], sources: dict[str, str]) -> Table:
         expected = "nothing" if each.expected is None else str(each.expected)
         said = str(each.answer) if each.answer else (each.text.split(":")[0] or "nothing")
         same = "the same" if each.is_right else said
-        table.add_row(
-            each.name, sources.get(each.name, ""), expected, same, "ok" if each.is_right else "WRONG"
-        )
+        table.add_row(each.name, sources.get(each.name, ""), expected, same, "ok" if each.is_right else "WRONG")
     return table
 
 

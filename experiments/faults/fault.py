@@ -151,9 +151,7 @@ class Fault:
         return type("Faulty", (self.healthy,), dict(self.changes))
 
 
-def on_rank(
-    rank: int, faulty: Callable[[Any], object], healthy: Callable[[Any], object] | None = None
-) -> Any:
+def on_rank(rank: int, faulty: Callable[[Any], object], healthy: Callable[[Any], object] | None = None) -> Any:
     """Returns a method that does otherwise on one rank.
 
     Args:

@@ -56,11 +56,7 @@ def measure_memory(variant: str, num_layers: int, dim: int, num_steps: int = 3) 
     forget_peak()
     given = optimizer if variant in (WHOLE, UNCHECKED) else None
     captured = partial(capture_train_step, check=variant != UNCHECKED)
-    step = (
-        None
-        if variant == EAGER
-        else default_pipeline().run(captured(loss_fn, model, batches[0], optimizer=given))
-    )
+    step = None if variant == EAGER else default_pipeline().run(captured(loss_fn, model, batches[0], optimizer=given))
     first = 0
     for index, tokens in enumerate(batches):
         if index == 2:

@@ -86,9 +86,7 @@ def time_steps(num_layers: int, dim: int, num_rounds: int) -> dict[str, Timing]:
     eager = fsdp2_transformer(num_layers, dim, vocab)
     model = simple_fsdp(transformer(num_layers, dim, vocab), _mesh(), **_DTYPES)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    batches = [
-        torch.randint(0, vocab, (4, 65), generator=generator) for _ in range(num_rounds + NUM_WARM_UPS)
-    ]
+    batches = [torch.randint(0, vocab, (4, 65), generator=generator) for _ in range(num_rounds + NUM_WARM_UPS)]
     fsdp2 = default_pipeline().run(capture_train_step(loss_fn, eager, batches[0]))
     captured = capture_train_step(loss_fn, model, batches[0])
     pipeline = default_pipeline(BucketPlan.from_fully_shard(eager), expected_layout=eager_layout(eager))
@@ -102,9 +100,7 @@ def time_steps(num_layers: int, dim: int, num_rounds: int) -> dict[str, Timing]:
         optimizer.step()
         optimizer.zero_grad()
 
-    of_eager = torch.optim.AdamW(
-        eager.parameters(), foreach=True
-    )  # one model and one optimizer, trained in turn
+    of_eager = torch.optim.AdamW(eager.parameters(), foreach=True)  # one model and one optimizer, trained in turn
     whole = default_pipeline().run(capture_train_step(loss_fn, eager, batches[0], optimizer=of_eager))
     steps = {
         EAGER: partial(step, eager_gradients, of_eager),

@@ -37,9 +37,7 @@ class PackedBlock(nn.Module):
         self.mlp = mlp(3 * DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.out(
-            attend(*F.linear(self.norm1(x), self.in_proj_weight, self.in_proj_bias).chunk(3, -1))
-        )
+        x = x + self.out(attend(*F.linear(self.norm1(x), self.in_proj_weight, self.in_proj_bias).chunk(3, -1)))
         return x + self.mlp(self.norm2(x))
 
 

@@ -68,9 +68,7 @@ def _train_case(case: Case, mesh: DeviceMesh, num_steps: int, folder: Path) -> I
     initial = _weights(eager)
 
     torch.manual_seed(SEED)
-    model = simple_fsdp(
-        MODELS[case.model](), mesh, param_dtype=torch.bfloat16, reduce_dtype=case.reduce_dtype
-    )
+    model = simple_fsdp(MODELS[case.model](), mesh, param_dtype=torch.bfloat16, reduce_dtype=case.reduce_dtype)
     captured = capture_train_step(loss_fn, model, _tokens(0))
     expected_layout = expected_layout.without(captured.without_gradient & _in(expected_layout))
 
@@ -145,9 +143,7 @@ def rewritten(variant: str, captured: TrainGraph, plan: BucketPlan, expected_lay
         in_execution_order = default_pipeline(plan, disable=("bucket-fsdp-collectives",)).run(captured)
         wrong = wrong_order(variant, plan, captured.model, graph_layout(in_execution_order))
         step = default_pipeline(wrong).run(captured, graph_diff=True)
-    assert diff_layouts(expected_layout, graph_layout(step)), (
-        f"{variant} has eager's layout: it controls nothing"
-    )
+    assert diff_layouts(expected_layout, graph_layout(step)), f"{variant} has eager's layout: it controls nothing"
     return step
 
 

@@ -44,9 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=25, help="training steps to compare")
     parser.add_argument("--only", default="", help="checks whose name contains this text")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for each check")
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "RESULTS.md", help="file to write"
-    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "RESULTS.md", help="file to write")
     parser.add_argument("--check", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     device = given.device
@@ -64,9 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results.append(_in_process(index, device, given.steps, given.timeout))
             print(f"  {results[-1].status} {results[-1].reason}", flush=True)
     if not results:
-        parser.error(
-            f"no check contains {given.only!r}; there are: {', '.join(each.name for each in CHECKS)}"
-        )
+        parser.error(f"no check contains {given.only!r}; there are: {', '.join(each.name for each in CHECKS)}")
     given.out.write_text(_page(results, device, given.steps))
     print(f"wrote {given.out}")
     return int(any(result.status in ("WRONG", "failed") for result in results))

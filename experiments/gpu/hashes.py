@@ -20,9 +20,7 @@ def hashes(device: str, num_steps: int) -> tuple[bool, list[tuple[str, str]]]:
     same = other = 0
     generator = torch.Generator().manual_seed(0)
     for dtype in _DTYPES:
-        raw = torch.randint(
-            0, 2 if dtype is torch.bool else 256, (24_000,), dtype=torch.uint8, generator=generator
-        )
+        raw = torch.randint(0, 2 if dtype is torch.bool else 256, (24_000,), dtype=torch.uint8, generator=generator)
         tensor = raw.view(dtype)
         changed = raw.clone()
         changed[-1] ^= 1

@@ -46,8 +46,7 @@ def fused_lookups(device: str, num_steps: int) -> tuple[bool, list[tuple[str, st
             _step(call, batch)
         memory[name] = torch.cuda.max_memory_allocated() - before if device == "cuda" else 0
     tables = {
-        name: [module.split_embedding_weights()[0] for module in model.tables]
-        for name, model in models.items()
+        name: [module.split_embedding_weights()[0] for module in model.tables] for name, model in models.items()
     }
     equal = {
         name: sum(torch.equal(a, b) for a, b in zip(tables[name], tables["26 lookups"], strict=True))
@@ -67,8 +66,7 @@ def fused_lookups(device: str, num_steps: int) -> tuple[bool, list[tuple[str, st
         text = f"{1e3 * timings[name].fastest:.2f} ms, {launches[name]} {unit}"
         found.append((name, f"{text}, peak {memory[name] / 2**20:,.0f} MiB" if device == "cuda" else text))
     found += [
-        (f"tables with the bits of 26 lookups, {name}", f"{num} of {NUM_TABLES}")
-        for name, num in equal.items()
+        (f"tables with the bits of 26 lookups, {name}", f"{num} of {NUM_TABLES}") for name, num in equal.items()
     ]
     # The last batch's loss depends on all ids, and so does every table's last update.
     is_right = equal["fused"] == NUM_TABLES > equal["control, another id"]

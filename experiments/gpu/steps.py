@@ -138,11 +138,7 @@ def compared(device: str, num_steps: int, runs: dict[str, Callable[[nn.Module, T
         for name in runs:
             comparison = gp.compare_runs(reference, gp.read_run(paths[name]))
             differs = comparison.divergence
-            where = (
-                f"equal at {comparison.num_steps} steps"
-                if differs is None
-                else f"differs in step {differs.step}"
-            )
+            where = f"equal at {comparison.num_steps} steps" if differs is None else f"differs in step {differs.step}"
             is_right &= comparison.equal != name.startswith("control")
             found.append((name, where))
     return is_right, found
@@ -150,17 +146,13 @@ def compared(device: str, num_steps: int, runs: dict[str, Callable[[nn.Module, T
 
 def parity(device: str, num_steps: int) -> Found:
     """Bits of a captured step against eager FSDP2's."""
-    return compared(
-        device, num_steps, {"captured": graph, "control, one bit of a gradient in step 3": one_bit_wrong}
-    )
+    return compared(device, num_steps, {"captured": graph, "control, one bit of a gradient in step 3": one_bit_wrong})
 
 
 def parity_with_optimizer(device: str, num_steps: int) -> Found:
     """The same with AdamW and clipping inside of the step: weights, and time."""
     if torch.__version__ < (2, 13):
-        raise SkippedError(
-            "an optimizer's step is traced with torch 2.13: DTensor before it takes no symbolic rates"
-        )
+        raise SkippedError("an optimizer's step is traced with torch 2.13: DTensor before it takes no symbolic rates")
     with world(device):
         data, hashes, seconds = batches(device, num_steps), {}, {}
         for name, norm in (("eager", 1.0), ("captured", 1.0), ("control, another norm", 1.5)):
@@ -183,14 +175,9 @@ def parity_with_optimizer(device: str, num_steps: int) -> Found:
                 times.append(time.perf_counter() - start)
                 hashes[name].append(gp.weight_hash(model))
             seconds[name] = min(times)
-    equal = {
-        name: sum(a == b for a, b in zip(found, hashes["eager"], strict=True))
-        for name, found in hashes.items()
-    }
+    equal = {name: sum(a == b for a, b in zip(found, hashes["eager"], strict=True)) for name, found in hashes.items()}
     control = equal.pop("control, another norm")
-    found = [
-        (name, f"{equal[name]} of {num_steps} hashes equal, {1e3 * seconds[name]:.1f} ms") for name in equal
-    ]
+    found = [(name, f"{equal[name]} of {num_steps} hashes equal, {1e3 * seconds[name]:.1f} ms") for name in equal]
     found.append(("control, another norm", f"{control} of {num_steps} hashes equal"))
     return equal["captured"] == num_steps and control < num_steps, found
 
@@ -249,9 +236,7 @@ def inductor(device: str, num_steps: int) -> Found:
     for name, way in ways.items():
         model.zero_grad()
         loss_fn(way, data[0]).backward()
-        gradients[name] = [
-            parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
-        ]
+        gradients[name] = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
     def run(way: Callable[..., Any], index: int) -> None:
         loss_fn(way, data[index % len(data)]).backward()
@@ -265,9 +250,7 @@ def inductor(device: str, num_steps: int) -> Found:
         largest = max(float((a - b).abs().max()) for a, b in zip(values, reference, strict=True))
         bits = f"{same} of {len(values)} gradients have eager's bits, largest difference {largest:.1e}"
         found.append((name, f"{1e3 * timings[name].fastest:.1f} ms; {bits}"))
-    is_equal = all(
-        torch.equal(a, b) for a, b in zip(gradients["graphpasses, aot_eager"], reference, strict=True)
-    )
+    is_equal = all(torch.equal(a, b) for a, b in zip(gradients["graphpasses, aot_eager"], reference, strict=True))
     return is_equal, found
 
 

@@ -21,9 +21,7 @@ _KINDS = (
 def additions_in_tree(device: str, num_steps: int) -> tuple[bool, list[tuple[str, str]]]:
     """Sums of 2 to 256 rows on the device against those of the CPU, one row after the other as the control; GB/s."""
     if device != "cuda":
-        raise SkippedError(
-            "a CPU adds in plain torch; tests/ops/test_reduce_in_tree.py has what this compares with"
-        )
+        raise SkippedError("a CPU adds in plain torch; tests/ops/test_reduce_in_tree.py has what this compares with")
     generator = torch.Generator().manual_seed(0)
     same = other = 0
     rows_of = (2, 8, 64, 256)

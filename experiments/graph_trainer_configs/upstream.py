@@ -49,10 +49,7 @@ class Configuration:
         module, config = (self.options[self.options.index(name) + 1] for name in ("--module", "--config"))
         config = config.removeprefix("graph_trainer_")
         others = [
-            option
-            for name, *values in _grouped(self.options)
-            for option in (name, *values)
-            if _is_eagers(name)
+            option for name, *values in _grouped(self.options) for option in (name, *values) if _is_eagers(name)
         ]
         return (
             "--module",
@@ -118,9 +115,7 @@ def _numerics() -> Iterator[Configuration]:
         return True
 
     def record_pipeline(schedule: str) -> bool:
-        options = (
-            f"{tests.GRAPH_PP_DSV3_TEST_PARALLELISM} --parallelism.pipeline_parallel_schedule={schedule}"
-        )
+        options = f"{tests.GRAPH_PP_DSV3_TEST_PARALLELISM} --parallelism.pipeline_parallel_schedule={schedule}"
         config = "graph_trainer_deepseek_v3_debugmodel"
         return record(test_module="graph_trainer.deepseek_v3", test_config=config, test_options=options)
 
@@ -135,9 +130,7 @@ def _numerics() -> Iterator[Configuration]:
                     options = shlex.split(call["test_options"])
                     names = ("--module", call["test_module"], "--config", call["test_config"])
                     is_disabled = getattr(test, "__unittest_skip__", False)
-                    yield Configuration(
-                        name, _split((*names, *options)), call.get("test_ngpus", 8), is_disabled
-                    )
+                    yield Configuration(name, _split((*names, *options)), call.get("test_ngpus", 8), is_disabled)
                 calls.clear()
 
 

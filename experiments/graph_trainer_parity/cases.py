@@ -84,9 +84,7 @@ class Case:
 _OURS, _UNLIKE = (OURS, "equal"), (DEFAULTS, "differ")
 CASES = (
     Case("llama3", Recipe("llama3"), (_OURS, (DEFAULTS, "equal"))),
-    Case(
-        "llama3 tied", Recipe("llama3", tied=True), (_OURS, *((name, "equal") for name in RESTARTS), _UNLIKE)
-    ),
+    Case("llama3 tied", Recipe("llama3", tied=True), (_OURS, *((name, "equal") for name in RESTARTS), _UNLIKE)),
     # Four ranks' bf16 gradients add exactly in torchtitan's fp32, so that their order shows in bf16 only.
     Case(
         "llama3 biased, bf16 reduction",

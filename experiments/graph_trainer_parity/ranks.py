@@ -37,9 +37,7 @@ def own_groups(folder: Path, backend: str = "nccl_sim") -> Iterator[None]:
     warnings.simplefilter("ignore")  # torchtitan's
     logging.disable(logging.WARNING)
     dist.destroy_process_group()
-    os.environ.update(
-        HF_HOME=str(folder / "huggingface"), HF_HUB_OFFLINE="1", HF_DATASETS_DISABLE_PROGRESS_BARS="1"
-    )
+    os.environ.update(HF_HOME=str(folder / "huggingface"), HF_HUB_OFFLINE="1", HF_DATASETS_DISABLE_PROGRESS_BARS="1")
     use_cpu(backend)
     try:
         yield
@@ -51,9 +49,7 @@ def own_groups(folder: Path, backend: str = "nccl_sim") -> Iterator[None]:
 
 
 @contextmanager
-def as_torchrun(
-    folder: Path, ports: Sequence[int], backend: str = "nccl_sim"
-) -> Iterator[Callable[[], None]]:
+def as_torchrun(folder: Path, ports: Sequence[int], backend: str = "nccl_sim") -> Iterator[Callable[[], None]]:
     """Makes this rank of ``run_ranks`` look as if torchrun had started it, for trainers with groups of their own.
 
     Args:

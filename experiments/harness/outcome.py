@@ -84,9 +84,7 @@ def counted(outcomes: Iterable[Outcome], of: str) -> str:
         'Of 3 cells: 2 bits, 1 refused.'
     """
     counts = Counter(outcome.kind for outcome in outcomes)
-    return (
-        f"Of {counts.total()} {of}: {', '.join(f'{count} {kind}' for kind, count in counts.most_common())}."
-    )
+    return f"Of {counts.total()} {of}: {', '.join(f'{count} {kind}' for kind, count in counts.most_common())}."
 
 
 def shown(outcome: Outcome | None, messages: dict[str, int]) -> str:

@@ -142,9 +142,7 @@ class ParityExperiment:
         if counter is None:
             self.console.print(f"{len(cases)} cases, {len(paths)} runs of {num_steps} steps")
 
-    def train(
-        self, train: TrainCases, cases: Sequence[Case], num_ranks: int, *args: Any, **launch: Any
-    ) -> None:
+    def train(self, train: TrainCases, cases: Sequence[Case], num_ranks: int, *args: Any, **launch: Any) -> None:
         """Trains cases that share processes, and adds to :attr:`runs` how they ended.
 
         A rank that fails ends the launch; its traceback is printed, and the runs that are not complete failed.
@@ -162,11 +160,7 @@ class ParityExperiment:
         except RankError as error:
             self.console.print(str(error), markup=False)
             reason = str(error).strip().splitlines()[-1]
-            runs = [
-                self._run_of_a_failed_launch(each.name, name, reason)
-                for each in cases
-                for name in each.variants
-            ]
+            runs = [self._run_of_a_failed_launch(each.name, name, reason) for each in cases for name in each.variants]
         self.counter.num_done += len(runs)
         self.runs.update({(run.case, run.variant): run for run in runs})
 

@@ -51,9 +51,7 @@ def time_pipeline(
         assert report is not None
         reports.append(report)
 
-    timing = time_rounds({"pipeline": run}, num_rounds, num_warm_ups=0, pause_gc=True, cpu_time=cpu_time)[
-        "pipeline"
-    ]
+    timing = time_rounds({"pipeline": run}, num_rounds, num_warm_ups=0, pause_gc=True, cpu_time=cpu_time)["pipeline"]
     fastest = reports[timing.seconds.index(timing.fastest)]
     by_pass = {report.name: report.seconds for report in fastest}
     return PipelineTiming(len(captured.graph.nodes), timing, by_pass)

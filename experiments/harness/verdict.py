@@ -133,9 +133,7 @@ def judge(case: str, comparison: Comparison, folder: Path, num_steps: int, failu
         runs = [read_run(run_path(folder, case, name)) for name in (comparison.other, comparison.variant)]
         if comparison.only is not None:
             runs = [_some_weights(run, comparison.only) for run in runs]
-        found = compare_runs(
-            *runs, allow=["steps", *comparison.allow]
-        )  # which of them must be there is judged here
+        found = compare_runs(*runs, allow=["steps", *comparison.allow])  # which of them must be there is judged here
         unlike = [f"'{run.path}' was cut short" for run in runs if not run.complete]
         unlike += [gap.text for gap in found.gaps]
     except (CompareError, RunFileError) as error:

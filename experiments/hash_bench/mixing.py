@@ -46,15 +46,11 @@ def num_collisions(values: Tensor) -> int:
 def main() -> None:
     expected = NUM_POSITIONS**2 / 2 / 2**32
     print(f"{NUM_POSITIONS} positions; a random function has {expected:.0f} collisions in 32 bits\n")
-    print(
-        "| flip | sum 1: 64 bits, low 32, high 32 | sum 2: 64 bits, low 32, high 32 | 16 low bits of both |"
-    )
+    print("| flip | sum 1: 64 bits, low 32, high 32 | sum 2: 64 bits, low 32, high 32 | 16 low bits of both |")
     print("|---|---:|---:|---:|")
     for name, flip in FLIPS.items():
         first, second = effects(flip).unbind(1)
-        cells = [
-            ", ".join(str(num_collisions(v)) for v in (x, x & 0xFFFFFFFF, x >> 32)) for x in (first, second)
-        ]
+        cells = [", ".join(str(num_collisions(v)) for v in (x, x & 0xFFFFFFFF, x >> 32)) for x in (first, second)]
         both = (first & 0xFFFF) << 16 | (second & 0xFFFF)
         print(f"| {name} | {cells[0]} | {cells[1]} | {num_collisions(both)} |")
     size = 1 << NUM_SMALL_BITS
@@ -62,12 +58,8 @@ def main() -> None:
     signed_mix = torch.where(mix < size // 2, mix, mix - size)
     ours = cancelled_pairs(signed_mix * (signed_mix >> NUM_SMALL_BITS // 2))
     theirs = cancelled_pairs(torch.randint(size, (size,), generator=torch.Generator().manual_seed(0)))
-    print(
-        f"\nwords of {NUM_SMALL_BITS} bits: 2^{ours:.2f} of all changes of two elements cancel in both sums, "
-    )
-    print(
-        f"2^{theirs:.2f} with a random function in the place of the second, 2^{cancelled_pairs(mix):.2f} with none"
-    )
+    print(f"\nwords of {NUM_SMALL_BITS} bits: 2^{ours:.2f} of all changes of two elements cancel in both sums, ")
+    print(f"2^{theirs:.2f} with a random function in the place of the second, 2^{cancelled_pairs(mix):.2f} with none")
 
 
 if __name__ == "__main__":

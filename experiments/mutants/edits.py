@@ -158,6 +158,4 @@ def alike(one: fx.Node, other: fx.Node) -> bool:
     values = one.meta.get("val"), other.meta.get("val")
     if is_collective(one) or is_collective(other):  # not there before they are waited for
         return False
-    return all(isinstance(value, torch.Tensor) for value in values) and summary(values[0]) == summary(
-        values[1]
-    )
+    return all(isinstance(value, torch.Tensor) for value in values) and summary(values[0]) == summary(values[1])

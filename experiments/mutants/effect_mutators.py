@@ -202,9 +202,7 @@ def write(graph: TrainGraph) -> Iterator[Edit]:
             if len(node.users) > 1 and value.is_contiguous() and node.op != "get_attr":
                 text = f"{node} is written by {target} through a view after {min(node.users)}"
                 yield Edit("write", text, view_and_write(node, target, args))
-        earlier = next(
-            (each for each in graph.placeholders if alike(each, node) and node.op != "placeholder"), None
-        )
+        earlier = next((each for each in graph.placeholders if alike(each, node) and node.op != "placeholder"), None)
         if earlier is not None:
             yield Edit("write", f"{node} is copied into {earlier}", copy_into(earlier, node))
     for node in written:

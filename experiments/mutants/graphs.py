@@ -208,9 +208,7 @@ def _exchanged(mesh: DeviceMesh) -> Iterator[Pair]:
         return [torch.cat([right, left], 1), pooled[0] - pooled[3]]
 
     tables = [(GraphInput(InputKind.PARAMETER, fqn), value) for fqn, value in model.named_parameters()]
-    ids = [
-        (GraphInput(InputKind.VALUE, name), torch.zeros(6, dtype=torch.long)) for name in ("ids", "others")
-    ]
+    ids = [(GraphInput(InputKind.VALUE, name), torch.zeros(6, dtype=torch.long)) for name in ("ids", "others")]
     items, values = zip(*tables, *ids, strict=True)
     identity = IdentityMap.of(model)
     captured = TrainGraph(
@@ -268,9 +266,7 @@ SOURCES = (
     Source(
         "FSDP2, reduced in fp32, uneven",
         FSDP,
-        _captured(
-            partial(LanguageModel, hidden=7), tokens, MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        ),
+        _captured(partial(LanguageModel, hidden=7), tokens, MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
         rank=3,
     ),
     Source(

@@ -120,9 +120,7 @@ def _prove(pair: Pair, graph: TrainGraph, mutant: TrainGraph, edit: Edit | None)
 CHECKERS: dict[str, Checker] = {"verify": _verify, "prove": _prove}
 
 
-def _verdicts(
-    pair: Pair, graph: TrainGraph, mutant: TrainGraph, edit: Edit | None = None
-) -> dict[str, Verdict]:
+def _verdicts(pair: Pair, graph: TrainGraph, mutant: TrainGraph, edit: Edit | None = None) -> dict[str, Verdict]:
     verdicts = {}
     for name, check in CHECKERS.items():
         try:

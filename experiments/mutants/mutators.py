@@ -237,11 +237,7 @@ def permute_pieces(graph: TrainGraph) -> Iterator[Edit]:
         if isinstance(node.args[:1], tuple) and node.args and isinstance(node.args[0], (list, tuple)):
             parts = node.args[0]
             for i, j in itertools.combinations(range(len(parts)), 2):
-                if (
-                    isinstance(parts[i], fx.Node)
-                    and isinstance(parts[j], fx.Node)
-                    and parts[i] is not parts[j]
-                ):
+                if isinstance(parts[i], fx.Node) and isinstance(parts[j], fx.Node) and parts[i] is not parts[j]:
                     yield Edit("pieces", f"{node}: parts {i} and {j} exchanged", exchange_parts(node, i, j))
         split = [user for user in node.users if user.target is operator.getitem]
         for a, b in itertools.combinations(split, 2):
@@ -287,9 +283,7 @@ def wrong_additions(graph: TrainGraph) -> Iterator[Edit]:
                 yield Edit("additions", f"{node} lacks {gone}", drop(node, kept))
                 yield Edit("additions", f"{node} has {gone} twice", double(node, gone))
             if kept.target is aten.add.Tensor and not kept.kwargs and len(reads(kept)) == 2:
-                yield Edit(
-                    "additions", f"{node}: the sum {kept} is reassociated", reassociate(node, kept, gone)
-                )
+                yield Edit("additions", f"{node}: the sum {kept} is reassociated", reassociate(node, kept, gone))
 
 
 def _insert(

@@ -107,9 +107,7 @@ def random_value(item: GraphInput, fake: Any, rank: int) -> Any:
     return value.requires_grad_(fake.requires_grad)
 
 
-def run_apart(
-    graphs: Sequence[TrainGraph], inputs: Inputs, cluster: Cluster, *, is_late: bool = False
-) -> Outcome:
+def run_apart(graphs: Sequence[TrainGraph], inputs: Inputs, cluster: Cluster, *, is_late: bool = False) -> Outcome:
     """Runs a graph as :func:`run` does, in a process of its own, which it may end."""
     ours, theirs = multiprocessing.Pipe()
     child = multiprocessing.get_context("fork").Process(
@@ -199,9 +197,7 @@ def _gradients(outputs: list[Any], given: Mapping[GraphInput, Any]) -> dict[obje
     total = sum(
         value.float().square().sum() for value in outputs if isinstance(value, Tensor) and value.requires_grad
     )
-    leaves = {
-        item: value for item, value in given.items() if isinstance(value, Tensor) and value.requires_grad
-    }
+    leaves = {item: value for item, value in given.items() if isinstance(value, Tensor) and value.requires_grad}
     if not isinstance(total, Tensor):
         return {}
     gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
@@ -216,9 +212,7 @@ def _bits(value: Any) -> object:
     return value.dtype, tuple(value.shape), raw.numpy().tobytes()
 
 
-def _interpret(
-    graph: TrainGraph, given: Sequence[Any], names: Mapping[str, str], *, is_late: bool
-) -> list[Any]:
+def _interpret(graph: TrainGraph, given: Sequence[Any], names: Mapping[str, str], *, is_late: bool) -> list[Any]:
     values: dict[fx.Node, Any] = {}
     launched: dict[fx.Node, Callable[[], Any]] = {}
     leaves = iter(given)

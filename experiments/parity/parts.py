@@ -96,12 +96,8 @@ PARTS = (
         3,
         any_cluster_run.train_and_judge,
         (
-            _show(
-                any_cluster.PARITY, "GPT on 2 and 4 ranks", "GPT, added in a tree", "FSDP2, HSDP; 2, 4 ranks"
-            ),
-            _show(
-                any_cluster.PARITY, "Llama, added in fp32", "Llama, added in a tree", "FSDP2; 1, 2 ranks", 2
-            ),
+            _show(any_cluster.PARITY, "GPT on 2 and 4 ranks", "GPT, added in a tree", "FSDP2, HSDP; 2, 4 ranks"),
+            _show(any_cluster.PARITY, "Llama, added in fp32", "Llama, added in a tree", "FSDP2; 1, 2 ranks", 2),
             _show(
                 any_cluster.PARITY,
                 "torchtitan's llama3, added in bf16",
@@ -130,12 +126,8 @@ PARTS = (
         5,
         torchtitan_run.train_and_judge,
         (
-            _show(
-                torchtitan.CASES, "llama3 biased, bf16 reduction", "torchtitan's Llama 3 with biases", "FSDP2"
-            ),
-            _show(
-                torchtitan.CASES, "llama3 tied, 2 replicas", "torchtitan's Llama 3, tied", "HSDP, 2 replicas"
-            ),
+            _show(torchtitan.CASES, "llama3 biased, bf16 reduction", "torchtitan's Llama 3 with biases", "FSDP2"),
+            _show(torchtitan.CASES, "llama3 tied, 2 replicas", "torchtitan's Llama 3, tied", "HSDP, 2 replicas"),
         ),
     ),
     Part(

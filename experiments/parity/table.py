@@ -42,9 +42,7 @@ def make_table(cases: Sequence[Rows]) -> Table:
     Args:
         cases: its rows.
     """
-    table = Table(
-        title="Trained eagerly, and as a graph: the same bits?", caption=_CAPTION, caption_justify="left"
-    )
+    table = Table(title="Trained eagerly, and as a graph: the same bits?", caption=_CAPTION, caption_justify="left")
     for column in ("model", "sharding"):
         table.add_column(column)
     for column in ("ranks", "steps"):

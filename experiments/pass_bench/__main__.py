@@ -68,9 +68,7 @@ def _table(timings: list[FullSizeTiming]) -> Table:
     row("graph_trainer's own, garbage collector off", *(f"{total:.2f}" for total in theirs))
     row("times as fast", *_ratios(theirs, ours))
     row("floor: the captured graph's copy and code", *(f"{timing.floor:.2f}" for timing in timings))
-    row(
-        "  graph_trainer's own over the floor", *_ratios(theirs, [t.floor for t in timings]), end_section=True
-    )
+    row("  graph_trainer's own over the floor", *_ratios(theirs, [t.floor for t in timings]), end_section=True)
     row("proof that the rewritten step has eager's bits", *(f"{timing.proof:.2f}" for timing in timings))
     row("  MB of memory", *(f"{timing.proof_memory / 1e6:.0f}" for timing in timings))
     return table

@@ -147,9 +147,7 @@ def shard_fully(model: Any, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def capture_llama3(
-    flavor: str, shard: Callable[[nn.Module, DeviceMesh], nn.Module], length: int = SEQ
-) -> TrainGraph:
+def capture_llama3(flavor: str, shard: Callable[[nn.Module, DeviceMesh], nn.Module], length: int = SEQ) -> TrainGraph:
     """Captures a step of torchtitan's Llama 3 on fake tensors; a process group of :data:`NUM_RANKS` must be there.
 
     Args:
@@ -208,7 +206,5 @@ def _time_theirs(captured: TrainGraph, *, pause_gc: bool) -> dict[str, float]:
             module = each(module, inputs)
 
         name = getattr(each, "func", each).__name__
-        seconds[name] = time_rounds({name: run}, 1, num_warm_ups=0, pause_gc=pause_gc, cpu_time=True)[
-            name
-        ].first
+        seconds[name] = time_rounds({name: run}, 1, num_warm_ups=0, pause_gc=pause_gc, cpu_time=True)[name].first
     return seconds

@@ -68,9 +68,7 @@ def main(
     complete = {run.path for run in runs if run.is_done()}
     title, columns = "Graphs against eager FSDP2 on simulated clusters", ("predicted from the layouts",)
     experiment = ParityExperiment(title, selected, steps, out, columns, keep=complete)
-    experiment.console.print(
-        f"{len(complete)} of {len(runs)} runs are complete in {out}; {workers} processes"
-    )
+    experiment.console.print(f"{len(complete)} of {len(runs)} runs are complete in {out}; {workers} processes")
     experiment.counter.num_done = len(complete)
     play_all([run for run in runs if run.path not in complete], train, workers, experiment.counter)
     verdicts = []

@@ -83,9 +83,7 @@ class Case:
         }
 
 
-def cases(
-    num_ranks: int, gpus_per_node: int, protocol: Literal["simple", "auto"] = "simple"
-) -> Iterator[Case]:
+def cases(num_ranks: int, gpus_per_node: int, protocol: Literal["simple", "auto"] = "simple") -> Iterator[Case]:
     """Yields every model on every kind of rings.
 
     Args:

@@ -65,9 +65,7 @@ def batches(num_tables: int, num_rows: int, batch_size: int, num_ids: int) -> It
         yield dense, KeyedJaggedTensor(keys, ids, lengths=lengths), label
 
 
-def time_steps(
-    model: nn.Module, optimizer: Optimizer, given: list[Batch], num_rounds: int
-) -> dict[str, Timing]:
+def time_steps(model: nn.Module, optimizer: Optimizer, given: list[Batch], num_rounds: int) -> dict[str, Timing]:
     """Times forward, backward and update in CPU seconds, in rounds of all variants, which train one model in turn.
 
     Args:
@@ -133,9 +131,7 @@ def main(
             rows_of_case = [Row(case, variant, timing) for variant, timing in timings.items()]
             found += rows_of_case
             console.print(timing_table(case, rows_of_case))
-    console.print(
-        timing_table(f"{tables} tables of {rows:,} x {dim}, batch {batch_size}, {threads} threads", found)
-    )
+    console.print(timing_table(f"{tables} tables of {rows:,} x {dim}, batch {batch_size}, {threads} threads", found))
 
 
 if __name__ == "__main__":

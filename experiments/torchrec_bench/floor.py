@@ -47,15 +47,11 @@ def make_parts(workload: Workload, variant: Variant) -> Parts:
     """
     model = build(workload, variant)
     lookups = [
-        module
-        for module in modules_and_lookups(model)
-        if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen)
+        module for module in modules_and_lookups(model) if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen)
     ]
     for step in range(3):  # DistributedDataParallel makes its buckets anew in the third
         model(*make_batch(workload, step, dist.get_rank())).backward()
-    steps = [
-        _record(model, lookups, make_batch(workload, step, dist.get_rank())) for step in range(_NUM_RECORDED)
-    ]
+    steps = [_record(model, lookups, make_batch(workload, step, dist.get_rank())) for step in range(_NUM_RECORDED)]
     parts = {"lookups": _lookups(lookups, steps)}
     del model
     for step in steps:
@@ -196,9 +192,7 @@ class _Pooled(nn.Module):
     def forward(self, ids: KeyedJaggedTensor) -> KeyedTensor:
         """Returns the pooled rows."""
         tables = self._tables
-        return KeyedTensor(
-            [t.feature_names[0] for t in tables], [t.embedding_dim for t in tables], self.values
-        )
+        return KeyedTensor([t.feature_names[0] for t in tables], [t.embedding_dim for t in tables], self.values)
 
 
 def _dense(workload: Workload, *, compiled: bool) -> Callable[[int], object]:

@@ -106,13 +106,10 @@ class BeforeTheGraph(nn.Module):
         from torchrec.distributed.embedding_sharding import FusedKJTListSplitsAwaitable
 
         contexts = [module.create_context() for module in self._sharded]
-        requests = [
-            module.input_dist(context, ids) for module, context in zip(self._sharded, contexts, strict=True)
-        ]
+        requests = [module.input_dist(context, ids) for module, context in zip(self._sharded, contexts, strict=True)]
         fused = FusedKJTListSplitsAwaitable(requests, contexts, dist.group.WORLD)
         features = [
-            [(kjt.keys(), kjt.values(), kjt.lengths()) for kjt in awaitable.wait()]
-            for awaitable in fused.wait()
+            [(kjt.keys(), kjt.values(), kjt.lengths()) for kjt in awaitable.wait()] for awaitable in fused.wait()
         ]
         return features, contexts[0].sharding_contexts[0].batch_size_per_rank
 
@@ -214,9 +211,7 @@ def _share(traced: list[float], other: list[float]) -> str:
     return f"{100 * statistics.median(ratios):.0f} %"
 
 
-def main(
-    inner: Inner = "inductor", rounds: int = 20, table_mib: int = 64, only: str = "one-hot, uniform"
-) -> None:
+def main(inner: Inner = "inductor", rounds: int = 20, table_mib: int = 64, only: str = "one-hot, uniform") -> None:
     """Times both ways, and eager.
 
     Args:
@@ -238,9 +233,7 @@ def main(
             print(f"  {where}: {_describe(result, results['eager'])}", flush=True)
         traced, other = results["traced"], results["before the graph"]
         walls, cpus = _share(traced.walls, other.walls), _share(traced.cpus, other.cpus)
-        print(
-            f"  tracing saves {walls} of a step, {cpus} of its CPU time (medians over the rounds)", flush=True
-        )
+        print(f"  tracing saves {walls} of a step, {cpus} of its CPU time (medians over the rounds)", flush=True)
 
 
 if __name__ == "__main__":

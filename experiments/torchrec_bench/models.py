@@ -82,9 +82,7 @@ def build(workload: Workload, variant: Variant) -> nn.Module:
 def table_configs(workload: Workload) -> list[EmbeddingBagConfig]:
     """Returns the tables of a workload, one per feature."""
     return [
-        EmbeddingBagConfig(
-            name=f"t{i}", embedding_dim=workload.dim, num_embeddings=rows, feature_names=[f"f{i}"]
-        )
+        EmbeddingBagConfig(name=f"t{i}", embedding_dim=workload.dim, num_embeddings=rows, feature_names=[f"f{i}"])
         for i, rows in enumerate(workload.num_rows)
     ]
 

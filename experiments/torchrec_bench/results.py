@@ -98,15 +98,11 @@ def goals(workload: Workload, results: Results) -> list[Goal]:
     found = []
     if (floor := _floor(results)) is not None:
         ratio = ours[best].timing.median / floor.seconds
-        found.append(
-            Goal(f"{best.how}'s step : floor", f"≤ {FLOOR_GOAL}", f"{ratio:.2f}", ratio <= FLOOR_GOAL)
-        )
+        found.append(Goal(f"{best.how}'s step : floor", f"≤ {FLOOR_GOAL}", f"{ratio:.2f}", ratio <= FLOOR_GOAL))
     eager = costs[workload.variants[0]]
     most_mib = max(measured.peak_mib for measured in ours.values()) - eager.peak_mib
     found.append(
-        Goal(
-            "steps' peak beyond eager's, MiB", f"≤ {PEAK_GOAL:.0f}", f"{most_mib:,.0f}", most_mib <= PEAK_GOAL
-        )
+        Goal("steps' peak beyond eager's, MiB", f"≤ {PEAK_GOAL:.0f}", f"{most_mib:,.0f}", most_mib <= PEAK_GOAL)
     )
     most_mib = max(measured.first_peak_mib for measured in ours.values()) - eager.first_peak_mib
     found.append(
@@ -165,13 +161,9 @@ def floors_table(measured: Sequence[tuple[Workload, Results]]) -> Table:
     Args:
         measured: workloads, and what each of their variants cost.
     """
-    floors = {
-        str(workload): floor for workload, results in measured if (floor := _floor(results)) is not None
-    }
+    floors = {str(workload): floor for workload, results in measured if (floor := _floor(results)) is not None}
     parts = list(dict.fromkeys(name for floor in floors.values() for name in floor.parts))
-    table = Table(
-        "workload", title="Floors: the fastest round of each part, ms; the faster dense layers count"
-    )
+    table = Table("workload", title="Floors: the fastest round of each part, ms; the faster dense layers count")
     for column in (*parts, "floor"):
         table.add_column(column, justify="right")
     for workload, floor in floors.items():
@@ -225,9 +217,7 @@ def to_json(measured: Sequence[tuple[Workload, Results]]) -> list[dict[str, Any]
         {
             "workload": str(workload),
             "variants": {
-                str(variant): dataclasses.asdict(result)
-                if not isinstance(result, str)
-                else {"failed": result}
+                str(variant): dataclasses.asdict(result) if not isinstance(result, str) else {"failed": result}
                 for variant, result in results.items()
             },
             "goals": [dataclasses.asdict(goal) for goal in goals(workload, results)],

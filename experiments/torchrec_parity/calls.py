@@ -35,9 +35,7 @@ def profile_step(forward: Callable[[], Tensor]) -> tuple[Tensor, Calls]:
     loss, in_forward = _profile(forward)
     _, in_backward = _profile(loss.backward)
     counts = (
-        tuple(
-            sum(pattern.fullmatch(name) is not None for name in names) for names in (in_forward, in_backward)
-        )
+        tuple(sum(pattern.fullmatch(name) is not None for name in names) for names in (in_forward, in_backward))
         for pattern in (_COLLECTIVE, _LOOKUP, _ALL_REDUCE)
     )
     return loss, Calls(*counts)

@@ -59,10 +59,7 @@ class Case:
         return (
             Comparison(COMPILED, EAGER, "equal", label=f"{COMPILED}, against {EAGER}"),
             *(inductor if self.inductor else ()),
-            *(
-                Comparison(control, EAGER, "differ", label=f"{control}, against {EAGER}")
-                for control in self.controls
-            ),
+            *(Comparison(control, EAGER, "differ", label=f"{control}, against {EAGER}") for control in self.controls),
         )
 
 
@@ -95,17 +92,11 @@ CASES = (
     Case("EBC mixed, weighted", _MIXED, "adagrad", weighted=True),
     Case("EBC mixed, mean pooling", _MIXED, "row-wise adagrad", pooling="mean"),
     Case("EBC table-wise, VBE", ("table-wise",), "row-wise adagrad", vbe=True),
-    Case(
-        "several EBCs, table-wise", ("table-wise",), "sgd", use="several", inductor=True, controls=(SWAPPED,)
-    ),
+    Case("several EBCs, table-wise", ("table-wise",), "sgd", use="several", inductor=True, controls=(SWAPPED,)),
     Case("several EBCs, mixed", _MIXED, "adagrad", use="several"),
-    Case(
-        "shared EBC, one batch", ("table-wise",), "adagrad", use="shared", inductor=True, controls=(MERGED,)
-    ),
+    Case("shared EBC, one batch", ("table-wise",), "adagrad", use="shared", inductor=True, controls=(MERGED,)),
     Case("shared EBC, two batches", ("table-wise",), "adagrad", use="shared, two batches"),
-    Case(
-        "beside FSDP, table-wise", ("table-wise",), "adagrad", dense="fsdp", num_ranks=4, controls=(BY_NAME,)
-    ),
+    Case("beside FSDP, table-wise", ("table-wise",), "adagrad", dense="fsdp", num_ranks=4, controls=(BY_NAME,)),
     # Two ranks, as in the groups of a 2×2 mesh, add in one order only: how buckets are packed cannot matter.
     Case(
         "beside HSDP, mixed",

@@ -62,11 +62,7 @@ class MergeLookups(GraphPass):
 
 
 def _pack_by_name(p: GraphPass) -> GraphPass:
-    return (
-        replace(p, plan=reorder(p.plan, str), expected_layout=None)
-        if isinstance(p, BucketFSDPCollectives)
-        else p
-    )
+    return replace(p, plan=reorder(p.plan, str), expected_layout=None) if isinstance(p, BucketFSDPCollectives) else p
 
 
 def control_pipeline(variant: str, pipeline: Pipeline) -> Pipeline:

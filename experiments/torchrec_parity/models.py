@@ -183,11 +183,7 @@ SHARDINGS: dict[str, Callable[[int, int], Callable[..., ParameterSharding]]] = {
 
 def _plan(case: Case, tower: Tower) -> Any:
     kinds = case.shardings
-    configs = (
-        tower.embeddings.embedding_configs()
-        if case.kind == "ec"
-        else tower.embeddings.embedding_bag_configs()
-    )
+    configs = tower.embeddings.embedding_configs() if case.kind == "ec" else tower.embeddings.embedding_bag_configs()
     numbers = {config.name: int(config.name[1:]) for config in configs}
     return plans.construct_module_sharding_plan(
         tower.embeddings,

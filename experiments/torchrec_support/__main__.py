@@ -40,9 +40,7 @@ def main(
     while todo := [cell for cell in selected if cell.name not in known.read()]:
         some = [cell for cell in todo if cell.num_ranks == todo[0].num_ranks]
         with tempfile.TemporaryDirectory() as folder:
-            run_ranks(
-                try_cells, some[0].num_ranks, some, known, Path(folder), preload=PRELOAD, timeout=24 * 3600.0
-            )
+            run_ranks(try_cells, some[0].num_ranks, some, known, Path(folder), preload=PRELOAD, timeout=24 * 3600.0)
     outcomes = known.read()
     if write is not None:
         found = {cell: outcomes.get(cell.name, Outcome("not run")) for cell in cells()}

@@ -149,9 +149,7 @@ def _more_ranks() -> Iterator[Cell]:
             for module in ("EBC", "EC"):
                 row = f"{sharding}, {module}"
                 yield Cell("more ranks", row, column, module, sharding, kernel, num_ranks=num_ranks)
-        mixed = Cell(
-            "more ranks", "mixed, EBC, fp16, SparseDist", column, sharding="mixed", num_ranks=num_ranks
-        )
+        mixed = Cell("more ranks", "mixed, EBC, fp16, SparseDist", column, sharding="mixed", num_ranks=num_ranks)
         yield replace(mixed, communication=("fp16", "fp16"), pipeline="TrainPipelineSparseDist")
         yield replace(mixed, row="mixed, EBC, bf16", communication=("bf16", "bf16"))
 

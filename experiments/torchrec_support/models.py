@@ -155,9 +155,7 @@ def build(cell: Cell, lr: float = LR) -> tuple[nn.Module, KeyedOptimizer]:
     plan = _plan(cell, model, sharder)
     torch.manual_seed(1)
     env = ShardingEnv.from_process_group(dist.group.WORLD)
-    sharded = DistributedModelParallel(
-        model, env=env, device=torch.device("cpu"), plan=plan, sharders=[sharder]
-    )
+    sharded = DistributedModelParallel(model, env=env, device=torch.device("cpu"), plan=plan, sharders=[sharder])
     return sharded, CombinedOptimizer([sharded.fused_optimizer, _dense_optimizer(sharded, lr)])
 
 
@@ -200,18 +198,12 @@ def _model(cell: Cell, lr: float, device: torch.device) -> nn.Module:
     if cell.module.startswith("Fused"):
         options |= {"optimizer_type": _OPTIMIZER_TYPES[cell.optimizer], "optimizer_kwargs": {"lr": lr}}
     if is_sequence(cell):
-        rows = (
-            FusedEmbeddingCollection(**options)
-            if cell.module == "FusedEC"
-            else EmbeddingCollection(**options)
-        )
+        rows = FusedEmbeddingCollection(**options) if cell.module == "FusedEC" else EmbeddingCollection(**options)
         if cell.module == "zero-collision EC":
             rows = ManagedCollisionEmbeddingCollection(rows, _managed_collisions(tables))
         return Sequences(rows, [feature for table in tables for feature in table.feature_names], dim)
     if cell.module == "TorchRec's test model":
-        names = [
-            f"{f}@{table.name}" if f == "feature_0" else f for table in tables for f in table.feature_names
-        ]
+        names = [f"{f}@{table.name}" if f == "feature_0" else f for table in tables for f in table.feature_names]
         return TestSparseNN(
             tables=tables,
             num_float_features=NUM_DENSE_FEATURES,

@@ -87,8 +87,6 @@ def read_cells(page: str) -> list[tuple[str, str, str]]:
             head = values
         elif not values[0].startswith("---"):
             cells += [
-                (head[0], values[0], column)
-                for column, value in zip(head[1:], values[1:], strict=True)
-                if value
+                (head[0], values[0], column) for column, value in zip(head[1:], values[1:], strict=True) if value
             ]
     return cells

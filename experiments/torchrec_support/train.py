@@ -82,9 +82,7 @@ def _outcome(cell: Cell, together: dist.ProcessGroup) -> Outcome:
 def _rounding_passes(report: gp.CompileReport) -> str:
     """Returns the passes that rewrote the model and say that they may round."""
     passes = (each for _, _, stage in report.stages for each in stage.passes)
-    return ", ".join(
-        dict.fromkeys(p.name for p in passes if p.num_rewrites and p.numerics is Numerics.ROUNDING)
-    )
+    return ", ".join(dict.fromkeys(p.name for p in passes if p.num_rewrites and p.numerics is Numerics.ROUNDING))
 
 
 def _try(

@@ -122,9 +122,7 @@ def _test_main(test: unittest.TestCase, limits: _Limits, is_compiled: bool, send
     report = gp.CompileReport()
     compiling = Compiling(report, is_on=is_compiled)
 
-    def launch(
-        self: unittest.TestCase, *, callable: Callable[..., None], world_size: int = 2, **kwargs: Any
-    ) -> None:
+    def launch(self: unittest.TestCase, *, callable: Callable[..., None], world_size: int = 2, **kwargs: Any) -> None:
         if len(found) == limits.examples:
             return
         if world_size > limits.max_ranks:

@@ -139,9 +139,7 @@ class Compiling:
         torch_of_pt2 = SimpleNamespace(**{**vars(torch), "compile": compile_instead})
         patches = [mock.patch.object(pt2, "torch", torch_of_pt2)]
         # This one compares a model that it compiles with one that it does not.
-        patches.append(
-            mock.patch.object(pt2, "DistributedModelParallel", _uncompiled(DistributedModelParallel))
-        )
+        patches.append(mock.patch.object(pt2, "DistributedModelParallel", _uncompiled(DistributedModelParallel)))
         init = self._compiling(DistributedModelParallel.__init__, is_init=True)
         patches.append(mock.patch.object(DistributedModelParallel, "__init__", init))
         sharders = (
@@ -154,9 +152,7 @@ class Compiling:
         for name in TEST_MODULES:
             module: Any = sys.modules[f"{_PACKAGES[0]}.{name}"]
             if hasattr(module, "_shard_modules"):
-                patches.append(
-                    mock.patch.object(module, "_shard_modules", self._compiling(module._shard_modules))
-                )
+                patches.append(mock.patch.object(module, "_shard_modules", self._compiling(module._shard_modules)))
         for patch in patches:
             patch.start()
         try:

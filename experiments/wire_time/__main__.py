@@ -49,8 +49,7 @@ def main(
     console = make_console()
     steps = {num: step_of(num) for num in ranks}
     cases = {
-        num: [_case(name, kib, num) for name in COLLECTIVES for kib in (*fit_kib, *predict_kib)]
-        for num in ranks
+        num: [_case(name, kib, num) for name in COLLECTIVES for kib in (*fit_kib, *predict_kib)] for num in ranks
     }
     seconds: dict[str, list[float]] = json.loads(out.read_text()) if again else {}
     for num in () if again else ranks:
@@ -59,9 +58,7 @@ def main(
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(seconds))
     step_seconds = {num: seconds[str(num)][-1] for num in ranks}
-    measured = {
-        case: found for num in ranks for case, found in zip(cases[num], seconds[str(num)][:-1], strict=True)
-    }
+    measured = {case: found for num in ranks for case, found in zip(cases[num], seconds[str(num)][:-1], strict=True)}
     speeds = {}
     for name in COLLECTIVES:
         fitted = [_case(name, kib, num) for kib in fit_kib for num in fit_ranks]
@@ -113,9 +110,7 @@ def _speeds_table(speeds: dict[str, Speeds]) -> Table:
     for column in ("launch, µs", "hop, µs", "GB/s"):
         table.add_column(column, justify="right")
     for name, each in speeds.items():
-        table.add_row(
-            name, f"{each.launch_latency:.0f}", f"{each.intra_latency:.0f}", f"{each.intra_bandwidth:.2f}"
-        )
+        table.add_row(name, f"{each.launch_latency:.0f}", f"{each.intra_latency:.0f}", f"{each.intra_bandwidth:.2f}")
     return table
 
 

@@ -31,9 +31,7 @@ def main(flavor: str = "8B", tokens: int = 8192, speeds: Path | None = None) -> 
     with fake_process_group(NUM_RANKS):
         layout = eager_layout(capture_llama3(flavor, shard_fully, tokens).model)
         step = capture_llama3(flavor, shard_simply, tokens)
-        report = (
-            default_pipeline(BucketPlan.per_block(step.model)).run(step, graph_diff=True, prove=False).report
-        )
+        report = default_pipeline(BucketPlan.per_block(step.model)).run(step, graph_diff=True, prove=False).report
     assert report is not None
     header = RunHeader("", NUM_RANKS, layouts=layout)
     print_scale(scale_tables(Run(Path(), header, (), True, {"step": report}), known), known)

@@ -42,9 +42,7 @@ def compile_aot_eager(module: fx.GraphModule, inputs: Sequence[Any], stages: Sta
     Without gradients there is one graph: ``joint`` rewrites it first, then ``forward``.
     """
 
-    def partition(
-        gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         stages.joint(gm)
         with functorch_config.patch(cse=False), guessed_sizes(joint_inputs):
             return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)

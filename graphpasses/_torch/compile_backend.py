@@ -181,9 +181,7 @@ class _Region:
         known = self._codes.get(id(code))
         if known is None or known[1] is not shared:
             self._codes[id(code)] = known = code, shared, {}
-        num_others = _get_total_cache_entry_count(code) - len(
-            _get_cache_entries_for_region(code, self.number)
-        )
+        num_others = _get_total_cache_entry_count(code) - len(_get_cache_entries_for_region(code, self.number))
         limit = config.accumulated_recompile_limit + num_others
         return known[2], config._make_closure_patcher(accumulated_recompile_limit=limit)()
 

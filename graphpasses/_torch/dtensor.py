@@ -23,9 +23,7 @@ def as_dtensor(local: Tensor, like: DTensor, placements: Sequence[Placement] | N
     """Returns a DTensor of this rank's part that is laid out as another, or has other placements."""
     shape, stride = like.shape, like.stride()
     placements = placements or like.placements
-    return DTensor.from_local(
-        local, like.device_mesh, placements, run_check=False, shape=shape, stride=stride
-    )
+    return DTensor.from_local(local, like.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def is_sharded(placement: object) -> TypeGuard[Shard | _StridedShard]:

@@ -51,8 +51,7 @@ def trace_exactly(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) 
     mode = FakeTensorMode()
     with mode, torch.no_grad():
         fakes = [
-            torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device)
-            for each in inputs
+            torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device) for each in inputs
         ]
         return make_fx(function, decomposition_table=_views())(*fakes)
 

@@ -193,9 +193,7 @@ def _dim_order(torchs: Callable[..., tuple[list[int], bool]], *tensors: Any, **o
 _SUM = 2  # of torch's reductions of a loss
 
 
-def _with_strides(
-    decomposition: Callable[..., Any], restride: Callable[..., torch.Tensor]
-) -> Callable[..., Any]:
+def _with_strides(decomposition: Callable[..., Any], restride: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     @functools.wraps(decomposition)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:

@@ -117,13 +117,9 @@ def find_outdated(groups: Iterable[FSDPParamGroup]) -> str | None:
 
 
 def _is_up_to_date(parameter: FSDPParam, mesh: FSDPMeshInfo) -> bool:
-    shard, whole = (
-        local_part(each).detach() for each in (parameter.sharded_param, parameter.unsharded_param)
-    )
+    shard, whole = (local_part(each).detach() for each in (parameter.sharded_param, parameter.unsharded_param))
     shards = torch.chunk(whole, mesh.shard_mesh_size, parameter.fsdp_placement.dim)
-    return mesh.shard_mesh_rank >= len(shards) or same_bits(
-        shard.to(whole.dtype), shards[mesh.shard_mesh_rank]
-    )
+    return mesh.shard_mesh_rank >= len(shards) or same_bits(shard.to(whole.dtype), shards[mesh.shard_mesh_rank])
 
 
 def parameter_groups(model: nn.Module) -> tuple[ParameterGroup, ...]:
@@ -157,9 +153,7 @@ def read_groups(model: nn.Module) -> dict[FSDPParamGroup, ParameterGroup]:
     return {group: _read_group(group, name, fqns, group in keeps) for group, name in groups.items()}
 
 
-def _post_order(
-    module: nn.Module, visited: set[nn.Module], is_root: bool
-) -> Iterator[tuple[nn.Module, bool]]:
+def _post_order(module: nn.Module, visited: set[nn.Module], is_root: bool) -> Iterator[tuple[nn.Module, bool]]:
     """Yields each module and whether no module around it is an FSDP2 module."""
     visited.add(module)
     for child in module.children():

@@ -34,9 +34,7 @@ class Accumulators:
     DTensors.
     """
 
-    def __init__(
-        self, model: nn.Module, canonical: Callable[[str], str], placements: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, model: nn.Module, canonical: Callable[[str], str], placements: Mapping[str, Any]) -> None:
         self.groups = fsdp_groups(model)
         self._placements = placements
         fqns = {module: fqn for fqn, module in model.named_modules()}

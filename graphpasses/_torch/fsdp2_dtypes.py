@@ -109,9 +109,7 @@ def check_kept_dtypes(name: str, parameters: Iterable[FSDPParam]) -> torch.dtype
     """Returns the one dtype of kept gradients. Source: ``FSDPParamGroup._init_reduce_scatter_param_order``."""
     fqns: dict[torch.dtype | None, list[str]] = {}
     for parameter in parameters:
-        fqns.setdefault(_kept_dtype(parameter), []).append(
-            parameter._param_fqn or parameter._module_info.param_name
-        )
+        fqns.setdefault(_kept_dtype(parameter), []).append(parameter._param_fqn or parameter._module_info.param_name)
     (dtype, *others) = fqns
     if dtype is None or others:
         found = "; ".join(f"{each} of {', '.join(map(repr, names))}" for each, names in fqns.items())

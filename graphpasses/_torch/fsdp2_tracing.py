@@ -217,17 +217,13 @@ def _is_uneven(parameter: FSDPParam, num_shards: int) -> bool:
 
 
 def _all_gather(shard: Tensor, process_group: Any) -> Tensor:
-    gathered = collectives.all_gather_into_tensor.default(
-        shard, process_group.size(), process_group.group_name
-    )
+    gathered = collectives.all_gather_into_tensor.default(shard, process_group.size(), process_group.group_name)
     waited: Tensor = collectives.wait_tensor.default(gathered)
     return waited
 
 
 @torch.no_grad()
-def _reduce(
-    group: FSDPParamGroup, index: int, call: dict[str, Any], reductions: Reductions
-) -> tuple[Any, ...]:
+def _reduce(group: FSDPParamGroup, index: int, call: dict[str, Any], reductions: Reductions) -> tuple[Any, ...]:
     """Reduces what a group has of gradients, as ``foreach_reduce`` of FSDP2's ``_fsdp_collectives.py``."""
     parameters: list[FSDPParam] = call["fsdp_params"]
     gradients: list[Tensor] = call["unsharded_grads"]

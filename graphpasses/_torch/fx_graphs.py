@@ -99,9 +99,7 @@ def _bound_forward(module: fx.GraphModule) -> Callable[..., Any]:
     with paused_gc():
         code = _python_code(module.graph, "self")
         source = code.src if "_operator_" in code.src else _OPERATOR_CALL.sub(renamed, code.src)
-        operators = {
-            name: functools.reduce(getattr, path.split("."), torch.ops)._op for name, path in paths.items()
-        }
+        operators = {name: functools.reduce(getattr, path.split("."), torch.ops)._op for name, path in paths.items()}
         forward: Callable[..., Any] = graph_module._forward_from_src(source, code.globals | operators)
         module._lineno_map = code._lineno_map  # from lines of frames to nodes, as torch sets it
     return forward

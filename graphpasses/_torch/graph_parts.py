@@ -11,9 +11,7 @@ from torch import fx
 from torch._functorch.partitioners import _extract_graph_with_inputs_outputs
 
 
-def extracted(
-    module: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[Any], name: str
-) -> fx.GraphModule:
+def extracted(module: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[Any], name: str) -> fx.GraphModule:
     """Returns the part of a graph that computes outputs of inputs, and what writes in place in it.
 
     ``name`` is that of the part, for torch's errors. Waits are in it where an output needs them.

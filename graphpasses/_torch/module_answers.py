@@ -59,9 +59,7 @@ def answers_as_in_eager() -> Iterator[None]:
         'NoFakeTensor'
     """
     with ExitStack() as stack:
-        stack.enter_context(
-            mock.patch.multiple(torch.compiler, _is_compiling_flag=False, _is_exporting_flag=False)
-        )
+        stack.enter_context(mock.patch.multiple(torch.compiler, _is_compiling_flag=False, _is_exporting_flag=False))
         if hasattr(_collective_utils, "get_proxy_mode"):
             stack.enter_context(mock.patch.object(_collective_utils, "get_proxy_mode", _none))
         for module, answers in _IN_EAGER:

@@ -67,9 +67,7 @@ class OperatorCalls(OperatorRecorder):  # type: ignore[no-untyped-call]
 
     def as_it_is(self, result: torch.Tensor | None) -> torch.Tensor | None:
         """Returns what a tensor holds now, also after :meth:`undo`."""
-        is_written = result is not None and any(
-            memory_of(each) in self._saved for each in read_tensors(result)
-        )
+        is_written = result is not None and any(memory_of(each) in self._saved for each in read_tensors(result))
         return result.clone() if result is not None and is_written else result
 
     def undo(self) -> None:
@@ -92,9 +90,7 @@ class OperatorCalls(OperatorRecorder):  # type: ignore[no-untyped-call]
             result = func(*args, **kwargs)
             self._made(result, self._origin(args[0]))
             return result
-        is_left_out = (
-            where is None or facts.computes_nothing(func) or (where.line is None and facts.accumulates())
-        )
+        is_left_out = where is None or facts.computes_nothing(func) or (where.line is None and facts.accumulates())
         if where is None or is_left_out or (where.in_backward and where.by_torch and not self._formulas):
             results = func(*args, **kwargs)
             self._trace_origins(func, args, kwargs, results, None if is_left_out else FORMULA)
@@ -146,11 +142,7 @@ class OperatorCalls(OperatorRecorder):  # type: ignore[no-untyped-call]
                 self._generators.setdefault(id(value), (value, value.get_state()))
             for tensor in tensors(value):
                 key = memory_of(tensor)
-                if (
-                    isinstance(self._origins.get(key, ""), str)
-                    and key not in self._saved
-                    and not is_fake(tensor)
-                ):
+                if isinstance(self._origins.get(key, ""), str) and key not in self._saved and not is_fake(tensor):
                     with outside_tracing():
                         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
                         memory.set_(tensor.untyped_storage())

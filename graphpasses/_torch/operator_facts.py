@@ -114,9 +114,7 @@ def computes_nothing(func: Any) -> bool:
     if not isinstance(func, torch._ops.OpOverload) or func is LIFT_FRESH:
         return False
     returns = func._schema.returns
-    is_view = bool(returns) and all(
-        each.alias_info is not None and not each.alias_info.is_write for each in returns
-    )
+    is_view = bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
     # As `.device`, or `.item()`; C++ asks fake tensors for their sizes, too.
     is_question = bool(returns) and not any("Tensor" in str(each.type) for each in returns)
     is_view |= out_of_place_view(func) is not None  # of its operand itself
@@ -180,9 +178,7 @@ def arguments_to_save(func: Any) -> tuple[tuple[int, str], ...]:
     if not isinstance(func, torch._ops.OpOverload):
         return ()
     arguments, names = enumerate(func._schema.arguments), written_names(func)
-    return tuple(
-        (p, each.name) for p, each in arguments if each.name in names or "Generator" in str(each.type)
-    )
+    return tuple((p, each.name) for p, each in arguments if each.name in names or "Generator" in str(each.type))
 
 
 @cache

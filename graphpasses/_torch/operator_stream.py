@@ -73,9 +73,7 @@ class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
         phase = call.where.phase or _NEXT.get(self._phase, self._phase)
         where = call.where
         # DDP alone has C++ that communicates, and fills its buckets, while autograd's engine runs.
-        is_ddp = (
-            where.in_backward and where.by_torch and (call.is_collective or call.operator.endswith(".out"))
-        )
+        is_ddp = where.in_backward and where.by_torch and (call.is_collective or call.operator.endswith(".out"))
         if is_ddp and call.is_collective:  # of a bucket
             where = replace(where, module="")
         if is_ddp or (call.is_collective and phase == "gradients"):
@@ -111,9 +109,7 @@ class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
         if state is not None:
             inputs = (*inputs, replace(self.see("random state", state), memory=None))
         keeps = self._num_calls in self._keep
-        kept = (
-            {"args": _copied(args), "kwargs": _copied(dict(kwargs)), "random_state": state} if keeps else {}
-        )
+        kept = {"args": _copied(args), "kwargs": _copied(dict(kwargs)), "random_state": state} if keeps else {}
         results = func(*args, **kwargs)
         outputs = self._outputs(func, given, results)
         if keeps:

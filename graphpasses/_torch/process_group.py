@@ -56,9 +56,7 @@ class PythonProcessGroup(dist.ProcessGroup):
                 f"{input.dtype} elements, got {output.numel()} {output.dtype} elements"
             )
         whole = output.detach().contiguous()
-        self.exchange(
-            "all_gather_single", self._to_all(input.detach().reshape(-1)), split_evenly(whole, self.size())
-        )
+        self.exchange("all_gather_single", self._to_all(input.detach().reshape(-1)), split_evenly(whole, self.size()))
         if not output.is_contiguous():
             output.detach().copy_(whole)
         return finished_work([output])
@@ -116,9 +114,7 @@ class PythonProcessGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> Work:
         """Waits until every rank is here."""
-        self.exchange(
-            "barrier", self._to_all(torch.zeros(1)), {rank: torch.zeros(1) for rank in range(self.size())}
-        )
+        self.exchange("barrier", self._to_all(torch.zeros(1)), {rank: torch.zeros(1) for rank in range(self.size())})
         return finished_work([])
 
     def _to_all(self, tensor: Tensor) -> dict[int, Tensor]:
@@ -128,9 +124,7 @@ class PythonProcessGroup(dist.ProcessGroup):
         if not sizes:
             length, rest = divmod(tensor.size(0), self.size())
             if rest:
-                raise ValueError(
-                    f"all_to_all cannot split {tensor.size(0)} rows evenly over {self.size()} ranks"
-                )
+                raise ValueError(f"all_to_all cannot split {tensor.size(0)} rows evenly over {self.size()} ranks")
             sizes = [length] * self.size()
         return dict(enumerate(torch.split(tensor, list(sizes))))
 

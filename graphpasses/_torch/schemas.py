@@ -127,9 +127,7 @@ def random_names() -> frozenset[str]:
     """Returns the names of ATen's operators that draw random numbers, such as ``"bernoulli"``."""
     names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
     packets = [getattr(torch.ops.aten, name[6:]) for name in names if name.startswith("aten::")]
-    return frozenset(
-        packet.__name__.rstrip("_") for packet in packets if any(map(is_seeded, _overloads(packet)))
-    )
+    return frozenset(packet.__name__.rstrip("_") for packet in packets if any(map(is_seeded, _overloads(packet))))
 
 
 def _overloads(packet: Any) -> list[Any]:

@@ -52,9 +52,7 @@ class TracedFunction:
 TRACING = threading.RLock()
 
 
-def trace_with_torch(
-    fn: Callable[..., Any], module: nn.Module | None = None
-) -> Callable[..., TracedFunction]:
+def trace_with_torch(fn: Callable[..., Any], module: nn.Module | None = None) -> Callable[..., TracedFunction]:
     """Returns a function that traces ``fn`` for given arguments, as torchtitan's ``minimal_fx_tracer`` does.
 
     ``fn`` reads ``module``, whose parameters and buffers are inputs, and returns a list of tensors and None.
@@ -126,9 +124,7 @@ def _unwrapped(values: Sequence[Any]) -> tuple[list[Any], dict[int, SimpleNamesp
         attrs, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
         parts = [getattr(value, attr) for attr in attrs]
         # A wrapper around wrappers has no place in a graph: who reads the layout refuses it.
-        inner = (
-            each if isinstance(each, torch.Tensor) and is_tensor_subclass(each) else None for each in parts
-        )
+        inner = (each if isinstance(each, torch.Tensor) and is_tensor_subclass(each) else None for each in parts)
         metas = {attr: (1, each) for attr, each in zip(attrs, inner, strict=True)}
         meta = SimpleNamespace(cls=type(value), attrs=attrs, ctx=context, inner_metas=metas)
         meta.outer_size, meta.outer_stride = value.size(), value.stride()  # as torchtitan's ``SubclassMeta``
@@ -151,9 +147,7 @@ def _wrapped(values: Sequence[Any], num: int, layouts: dict[int, SimpleNamespace
     return made
 
 
-def _of_compiler(
-    name: str, otherwise: Callable[[], AbstractContextManager[Any]]
-) -> AbstractContextManager[Any]:
+def _of_compiler(name: str, otherwise: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
     context: AbstractContextManager[Any] = getattr(torch.compiler, name, otherwise)()
     return context
 

@@ -66,9 +66,7 @@ def can_unify_sizes(node: fx.Node, other: fx.Node) -> bool:
     for size in _sizes(node.meta.get("val")):
         if isinstance(size, torch.SymInt):
             brought = symbolic_shapes.resolve_unbacked_bindings(size.node.shape_env, bindings) or {}
-            return all(
-                brought.keys().isdisjoint(free_unbacked_symbols(same)) for same in _sizes(other.meta["val"])
-            )
+            return all(brought.keys().isdisjoint(free_unbacked_symbols(same)) for same in _sizes(other.meta["val"]))
     return True
 
 

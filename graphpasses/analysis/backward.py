@@ -17,9 +17,7 @@ def is_backward(node: fx.Node) -> bool:
 def tangents(graph: TrainGraph) -> set[fx.Node]:
     """Returns the placeholders of a joint graph that are gradients of its forward outputs."""
     return {
-        node
-        for item, node in zip(graph.inputs, graph.placeholders, strict=True)
-        if item.kind is InputKind.TANGENT
+        node for item, node in zip(graph.inputs, graph.placeholders, strict=True) if item.kind is InputKind.TANGENT
     }
 
 

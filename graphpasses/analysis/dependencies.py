@@ -105,9 +105,7 @@ class _Memory:
         return {_CONTEXT, *(self._find(value) for value in values if value in self._tensors)} & self._written
 
 
-def topological_sort(
-    units: Sequence[tuple[T, ...]], dependencies: Mapping[T, Iterable[T]]
-) -> list[tuple[T, ...]]:
+def topological_sort(units: Sequence[tuple[T, ...]], dependencies: Mapping[T, Iterable[T]]) -> list[tuple[T, ...]]:
     """Sorts units, no member of which may need another, topologically and stably; the same on all ranks."""
     unit_of = {member: index for index, unit in enumerate(units) for member in unit}
     sorter = TopologicalSorter(

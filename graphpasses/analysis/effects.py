@@ -91,9 +91,7 @@ def operator_effects(node: fx.Node) -> Effects:
         reads=_read_inputs(node),
         writes=tuple(_written_inputs(node)),
         shares=tuple(_shared_inputs(node)),
-        has_hidden_state=draws(node)
-        or is_higher_order(node)
-        or (not is_atens and writes_arguments(node.target)),
+        has_hidden_state=draws(node) or is_higher_order(node) or (not is_atens and writes_arguments(node.target)),
         group=collective_group(node),
     )
 
@@ -224,9 +222,7 @@ def _draws_random_numbers(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
     name = _name(node.target).rstrip("_")
-    return any(
-        each in names for each in (name, name.rstrip("123d")) for names in (random_names(), _RANDOM_FUNCTIONS)
-    )
+    return any(each in names for each in (name, name.rstrip("123d")) for names in (random_names(), _RANDOM_FUNCTIONS))
 
 
 # ---- communication and context ------------------------------------------------------------------------------------

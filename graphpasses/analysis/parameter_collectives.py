@@ -50,9 +50,7 @@ UNSHARD_OPS = _PACK_OPS | {
     operator.getitem,
 }
 # What stands between a reduction's wait and the gradient output.
-_AFTER_REDUCTION = frozenset(
-    {CAST, aten.slice.Tensor, aten.view.default, aten.reshape.default, *SAME_TENSOR_OPS}
-)
+_AFTER_REDUCTION = frozenset({CAST, aten.slice.Tensor, aten.view.default, aten.reshape.default, *SAME_TENSOR_OPS})
 
 
 @dataclass(frozen=True)
@@ -135,8 +133,7 @@ def find_gathers(graph: TrainGraph) -> list[Gather]:
         gather
         for launch in launches
         if (gather := _gather(launch, fqn_of)) is not None
-        and {collective_ranks(gather.all_gather)}
-        == {graph.parameters[fqn].shard_ranks for fqn in gather.fqns}
+        and {collective_ranks(gather.all_gather)} == {graph.parameters[fqn].shard_ranks for fqn in gather.fqns}
     ]
 
 
@@ -221,9 +218,7 @@ def find_grad_reductions(graph: TrainGraph) -> dict[str, list[GradReduction]]:
         for slot in slots:
             for source, tail in gradient_summands(values[slot]) if values[slot] is not None else ():
                 is_scattered = is_result_of(source, REDUCE_SCATTERS, info.shard_ranks)
-                is_whole = len(info.shard_ranks) == 1 and is_result_of(
-                    source, ALL_REDUCES, info.replicate_ranks
-                )
+                is_whole = len(info.shard_ranks) == 1 and is_result_of(source, ALL_REDUCES, info.replicate_ranks)
                 if is_scattered or is_whole:
                     found.setdefault(fqn, []).append(_reduction(info, graph.outputs[slot].fqn, source, tail))
     return found

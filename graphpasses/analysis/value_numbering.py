@@ -113,11 +113,7 @@ class SizeNumbering:
         if argument(launch) not in self._ids or not _are_numbers(splits) or not _are_numbers(launch.args[2]):
             return None
         return torch.tensor(
-            [
-                self._id(Received(launch, rank, index))
-                for rank, size in enumerate(splits)
-                for index in range(size)
-            ],
+            [self._id(Received(launch, rank, index)) for rank, size in enumerate(splits) for index in range(size)],
             dtype=torch.int64,
         )
 

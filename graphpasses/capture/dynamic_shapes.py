@@ -57,18 +57,14 @@ def _num_samples(structure: BatchStructure, leaves: _Leaves) -> int:
     return int(number) // max(num_keys, 1)
 
 
-def _read_default(
-    structure: BatchStructure, leaves: _Leaves, found: dict[str, dict[int, VaryingDim]]
-) -> None:
+def _read_default(structure: BatchStructure, leaves: _Leaves, found: dict[str, dict[int, VaryingDim]]) -> None:
     for container in _containers(structure):
         for path in container.paths:
             if isinstance(leaves[path], torch.Tensor):
                 found[path] = {0: VaryingDim()}
 
 
-def _read(
-    structure: BatchStructure, spec: Any, leaves: _Leaves, found: dict[str, dict[int, VaryingDim]]
-) -> None:
+def _read(structure: BatchStructure, spec: Any, leaves: _Leaves, found: dict[str, dict[int, VaryingDim]]) -> None:
     if structure.kind is None:
         found[structure.path] = dict(_read_leaf(structure.path, spec, leaves[structure.path]))
     elif spec is None:

@@ -83,9 +83,7 @@ class Decisions:
         if (reason := self._slices.refusal(symbol)) is None:
             nodes = self._slices.nodes([symbol])
             written = {node.name for node in self._slices.written(nodes)}
-            given = {
-                node: value for node, (_, value) in zip(self._slices.placeholders, self._inputs, strict=True)
-            }
+            given = {node: value for node, (_, value) in zip(self._slices.placeholders, self._inputs, strict=True)}
             with outside_tracing(), torch.no_grad():
                 *_, (node, result) = run_nodes(traced.root, traced.graph, nodes, given, written)
                 value = value_at(result, bound_symbols(node)[symbol])
@@ -114,13 +112,10 @@ class Decisions:
         decisions = [
             decision
             for decision in (*reversed(by_condition.values()), *self._size_decisions())
-            if self._slices.is_open(decision.condition)
-            and self._slices.can_vary(decision.condition.free_symbols)
+            if self._slices.is_open(decision.condition) and self._slices.can_vary(decision.condition.free_symbols)
         ]
         # Sizes first: with others, what computes the values may fail.
-        decisions.sort(
-            key=lambda each: not all(map(self._slices.is_size_of_input, each.condition.free_symbols))
-        )
+        decisions.sort(key=lambda each: not all(map(self._slices.is_size_of_input, each.condition.free_symbols)))
         if not decisions:
             return None
         symbols = {symbol for decision in decisions for symbol in decision.condition.free_symbols}
@@ -219,12 +214,8 @@ class _Slices:
     def __init__(self, inputs: Sequence[tuple[GraphInput, Any]]) -> None:
         self.placeholders: list[fx.Node] = []
         self._inputs = inputs
-        self.bound: dict[
-            Symbol, tuple[fx.Node, Any]
-        ] = {}  # the node that brings a symbol, and its place there
-        self.brought: dict[
-            fx.Node, dict[Symbol, Any]
-        ] = {}  # the symbols that a node brings, and their places
+        self.bound: dict[Symbol, tuple[fx.Node, Any]] = {}  # the node that brings a symbol, and its place there
+        self.brought: dict[fx.Node, dict[Symbol, Any]] = {}  # the symbols that a node brings, and their places
         self._memory: dict[fx.Node, set[Any]] = {}
         self._writers: dict[Any, list[fx.Node]] = {}
         self._unknown: dict[Any, str] = {}  # by node, or memory, why it cannot be computed
@@ -313,12 +304,8 @@ class _Slices:
 
     def written(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
         """Returns the placeholders and constants that nodes write in place."""
-        memory = {
-            key for node in nodes for other in operator_effects(node).writes for key in self._memory[other]
-        }
-        return [
-            node for node in nodes if node.op in ("placeholder", "get_attr") and self._memory[node] & memory
-        ]
+        memory = {key for node in nodes for other in operator_effects(node).writes for key in self._memory[other]}
+        return [node for node in nodes if node.op in ("placeholder", "get_attr") and self._memory[node] & memory]
 
 
 def is_literal(node: fx.Node) -> bool:

@@ -22,9 +22,7 @@ def find_modules(root: Any) -> list[nn.Module]:
     while pending or size != (size := len(names) + len(found)):
         for value in pending:
             found[id(value)] = value
-        pending = [
-            each for value in [*found.values()] for each in _reached(value, names) if id(each) not in found
-        ]
+        pending = [each for value in [*found.values()] for each in _reached(value, names) if id(each) not in found]
     return [value for value in found.values() if isinstance(value, nn.Module)]
 
 
@@ -47,9 +45,7 @@ def _reached(value: Any, names: dict[str, None]) -> Iterator[Any]:
             yield from (value.__defaults__ or ())
     else:
         own = attributes_of(value) or {}
-        of_class = {
-            name: each for base in type(value).__mro__ if is_users(base) for name, each in vars(base).items()
-        }
+        of_class = {name: each for base in type(value).__mro__ if is_users(base) for name, each in vars(base).items()}
         yield from ({**of_class, **own}[name] for name in names if name in own or name in of_class)
 
 

@@ -59,9 +59,7 @@ def record_calls(
     if not fsdp_groups(model):  # FSDP2 runs a model on other tensors than its parameters
         names |= {identity.canonical(fqn): tensor for fqn, tensor in named_state(model)}
     tensors = {name: value for name, value in names.items() if isinstance(value, torch.Tensor)}
-    return OperatorCalls(
-        model, tensors, is_mode=is_mode, formulas=not is_comparable(model), only_undo=only_undo
-    )
+    return OperatorCalls(model, tensors, is_mode=is_mode, formulas=not is_comparable(model), only_undo=only_undo)
 
 
 @freed_memory_returned()
@@ -120,9 +118,7 @@ def check_step(
                 for name, value in theirs.items():
                     other = ours[name]
                     if value is not other and (value is None or other is None or not same_bits(value, other)):
-                        raise FidelityError(
-                            f"the captured step computes another {name} than eager{_SAME_OPERATORS}"
-                        )
+                        raise FidelityError(f"the captured step computes another {name} than eager{_SAME_OPERATORS}")
     finally:
         record.undo()
 

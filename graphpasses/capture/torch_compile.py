@@ -77,9 +77,7 @@ def compile(
     if pipeline is not None:
         options["pipeline"] = pipeline
     with graphpasses.expected():
-        return torch.compile(
-            model, backend=graphpasses, options=options, fullgraph=fullgraph, dynamic=dynamic
-        )
+        return torch.compile(model, backend=graphpasses, options=options, fullgraph=fullgraph, dynamic=dynamic)
 
 
 def _wrap(root: Any, compiled: Callable[..., Any], keywords: Mapping[str, Any]) -> Callable[..., Any]:
@@ -124,9 +122,7 @@ def _compile(
     report.num_graphs += 1
 
     def run(graph: Graph) -> Graph:
-        result = options.pipeline.at(graph.stage).run(
-            graph, graph_diff=report.graph_diff, prove=options.prove
-        )
+        result = options.pipeline.at(graph.stage).run(graph, graph_diff=report.graph_diff, prove=options.prove)
         assert result.report is not None
         report.add(number, graph.stage, result.report)
         return result
@@ -154,9 +150,7 @@ def _compile(
     num_given = len(captured.inputs)
     given = [index for index in kept if index < num_given]
     added = [rewritten.live[index] for index in kept if index >= num_given]
-    fakes = [inputs[index] for index in given] + [
-        node.meta["val"] for node in rewritten.placeholders[len(given) :]
-    ]
+    fakes = [inputs[index] for index in given] + [node.meta["val"] for node in rewritten.placeholders[len(given) :]]
     if options.inner == "aot_eager":
         compiled = compile_aot_eager(rewritten.module, fakes, stages)
     else:

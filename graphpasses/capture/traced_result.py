@@ -33,9 +33,7 @@ if TYPE_CHECKING:
     from graphpasses._torch.step_tracer import TracedFunction
 
 
-def read_traced_result(
-    traced: TracedResult, *, model: nn.Module, snapshot: Snapshot | None = None
-) -> CapturedStep:
+def read_traced_result(traced: TracedResult, *, model: nn.Module, snapshot: Snapshot | None = None) -> CapturedStep:
     """Makes a step of what torchtitan's ``minimal_fx_tracer`` has traced.
 
     The traced function must return the loss and then one gradient (or None) per trainable parameter, in the
@@ -118,9 +116,7 @@ def read_step(
         module=traced.gm if cuts is None else lazy_module(traced.gm, traced.gm.graph),
         batch_structure=batch_structure,
         batch_leaves=tuple(batch_leaves),
-        written=frozenset(
-            item.fqn for item, node in zip(inputs, placeholders, strict=True) if is_written(node)
-        ),
+        written=frozenset(item.fqn for item, node in zip(inputs, placeholders, strict=True) if is_written(node)),
         cuts=None if cuts is None else replace(cuts, inputs=tuple(inputs), outputs=tuple(outputs)),
         **described,
         **fields,
@@ -130,9 +126,7 @@ def read_step(
     return step
 
 
-def read_traced_stage(
-    traced: TracedResult, *, model: nn.Module, num_results: int, num_tangents: int
-) -> TrainGraph:
+def read_traced_stage(traced: TracedResult, *, model: nn.Module, num_results: int, num_tangents: int) -> TrainGraph:
     """Makes a joint graph of what graph_trainer traces of a pipeline's stage.
 
     The traced function must return what the stage returns, then one gradient (or None) per trainable parameter, in
@@ -286,8 +280,6 @@ def inner_attrs(layout: Any, what: str) -> tuple[str, ...]:
     """
     if layout is None:
         return ("",)
-    if layout.meta.cls is not DTensor or any(
-        meta is not None for _, meta in layout.meta.inner_metas.values()
-    ):
+    if layout.meta.cls is not DTensor or any(meta is not None for _, meta in layout.meta.inner_metas.values()):
         raise UnsupportedError(f"{what} is a {layout.meta.cls.__name__}; only plain tensors and DTensors are")
     return tuple(layout.meta.attrs)

@@ -193,7 +193,5 @@ def _capture(
             stage("compares the update with the optimizer's own")
             check_update(update, source)
         elif update is not None:
-            step.note(
-                "the update was not compared with the optimizer's own: its bits may differ from run to run"
-            )
+            step.note("the update was not compared with the optimizer's own: its bits may differ from run to run")
     return step if update is None else step.with_update(update)

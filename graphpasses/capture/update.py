@@ -24,9 +24,7 @@ from graphpasses.state.optimizer import OptimizerFacts
 from graphpasses.state.optimizers import Optimizers
 
 
-def find_update(
-    step: CapturedStep, optimizers: Optimizers | None, clip_norm: float | None
-) -> UpdateSource | None:
+def find_update(step: CapturedStep, optimizers: Optimizers | None, clip_norm: float | None) -> UpdateSource | None:
     """Returns what is to be traced of the optimizer's step after ``step``; None if there is no optimizer."""
     if clip_norm is not None and not (type(clip_norm) in (int, float) and clip_norm > 0):
         raise CaptureError(f"clip_norm is {clip_norm!r}; give a number greater than zero, or None")

@@ -41,9 +41,7 @@ def check_update(update: Update, source: UpdateSource) -> None:
             state.update(of_part)
     with consensus.raised_together(another), torch.no_grad():
         # Not by a name, which would keep the gradients.
-        update.module(
-            *carried_values(update.inputs, parameters, _random(source, source.parameters), state, numbers)
-        )
+        update.module(*carried_values(update.inputs, parameters, _random(source, source.parameters), state, numbers))
     with consensus.raised_together(another), torch.no_grad():
         clipped = None if source.clip_norm is None else _random(source, source.parameters)
         if clipped is not None:
@@ -91,8 +89,7 @@ def _own_step(
 
 def _copies(values: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        name: value.detach().clone() if isinstance(value, torch.Tensor) else value
-        for name, value in values.items()
+        name: value.detach().clone() if isinstance(value, torch.Tensor) else value for name, value in values.items()
     }
 
 

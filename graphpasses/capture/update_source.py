@@ -42,9 +42,7 @@ class UpdateSource:
         """
         self.clip(parameters, gradients)
         shadows = {optimizer: shadow_of(optimizer) for optimizer in self.optimizers.each}
-        for index, ((optimizer, group), fqns) in enumerate(
-            zip(self.optimizers.groups, self.groups, strict=True)
-        ):
+        for index, ((optimizer, group), fqns) in enumerate(zip(self.optimizers.groups, self.groups, strict=True)):
             shadow, of_group = shadows[optimizer], {n: v for (i, n), v in numbers.items() if i == index}
             given = with_numbers(group, of_group) | {"params": [parameters[fqn] for fqn in fqns]}
             shadow.param_groups.append(given)

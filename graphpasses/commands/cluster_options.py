@@ -51,9 +51,7 @@ class ClusterOptions:
     def arguments(self) -> list[str]:
         """Returns the options as they are given on the command line."""
         given = ((field.name, getattr(self, field.name)) for field in fields(self))
-        words = (
-            (name, value if name == "env" else (value,)) for name, value in given if value not in (None, ())
-        )
+        words = ((name, value if name == "env" else (value,)) for name, value in given if value not in (None, ()))
         return [
             word
             for name, values in words
@@ -77,9 +75,7 @@ class ClusterOptions:
         ranks, text = self.ranks or num_ranks, ""
         if self.nccl_log is not None:
             if clash := sorted(given.keys() & {"mode", "num_channels"}):
-                raise TopologyError(
-                    f"a log gives the rings and channels; leave --{clash[0].replace('_', '-')} out"
-                )
+                raise TopologyError(f"a log gives the rings and channels; leave --{clash[0].replace('_', '-')} out")
             ranks, text = self._read_log()
         options: dict[str, Any] = {
             "gpus_per_node": math.gcd(8, ranks),

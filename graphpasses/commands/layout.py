@@ -148,9 +148,7 @@ def diff(
             table = plain_table("ranks", *(f"{num} channels" for num in channels))
             found = {(each.num_ranks, each.num_channels): each.num_bytes for each in settings}
             for num in sizes:
-                add_row(
-                    table, str(num), *(f"{found[num, c]:,} bytes" if found[num, c] else "–" for c in channels)
-                )
+                add_row(table, str(num), *(f"{found[num, c]:,} bytes" if found[num, c] else "–" for c in channels))
             console.print("added in another order:", table)
     return EXIT_DIFFERENT if prediction or any(each.num_bytes for each in settings) else EXIT_EQUAL
 
@@ -217,9 +215,7 @@ def drift(
     topology = cluster.topology(recorded.header.topology, recorded.header.world_size)
     found = find_drift(layout, topology, {name: int(size) for name, size in axes.items()})
     if not found.replicas and not json:
-        print(
-            f"no gradient has several holders along an axis of the mesh {' '.join(mesh)}: each is sharded over all"
-        )
+        print(f"no gradient has several holders along an axis of the mesh {' '.join(mesh)}: each is sharded over all")
     return _print_bits([f"on {describe(topology)}:"], found, json)
 
 
@@ -249,8 +245,7 @@ def _show_scale(path: Path, speeds_file: Path | None, json: bool) -> int:
     tables = scale_tables(_read(path)[0], speeds)
     if json:
         data = {
-            table.title: {"notes": table.notes, "rows": [row.to_json() for row in table.rows]}
-            for table in tables
+            table.title: {"notes": table.notes, "rows": [row.to_json() for row in table.rows]} for table in tables
         }
         print(jsonlib.dumps({"speeds": dataclasses.asdict(speeds), "tables": data}))
         return EXIT_OK

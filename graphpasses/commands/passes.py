@@ -31,9 +31,7 @@ def passes(name: Annotated[str, Positional, arg(metavar="NAME")] = "", /, *, jso
 
     catalogue = _catalogue()
     if name and name not in catalogue:
-        raise UnknownPassError(
-            f"there is no pass {name!r}{did_you_mean(name, catalogue)}; see graphpasses passes"
-        )
+        raise UnknownPassError(f"there is no pass {name!r}{did_you_mean(name, catalogue)}; see graphpasses passes")
     chosen = {name: catalogue[name]} if name else catalogue
     if json:
         print(jsonlib.dumps({each: _facts(cls) for each, cls in chosen.items()}))

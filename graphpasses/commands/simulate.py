@@ -108,6 +108,4 @@ def _show_choice(console: Console, choice: Choice, op: str) -> None:
         console.print(table)
     if choice.assumed:
         console.print(f"assumed, since nothing says it: {', '.join(choice.assumed)}", markup=False)
-        console.print(
-            "a log with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,TUNING has it: --nccl-log", markup=False
-        )
+        console.print("a log with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,TUNING has it: --nccl-log", markup=False)

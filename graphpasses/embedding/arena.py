@@ -78,9 +78,7 @@ class Arena:
                 raise ArenaError(f"{name} cannot be put into one memory with other tables: {reason}")
             first = storages.setdefault(tensor.untyped_storage().data_ptr(), name)
             if first is not name:
-                raise ArenaError(
-                    f"{first} and {name} are the same memory: a table belongs to one fused lookup"
-                )
+                raise ArenaError(f"{first} and {name} are the same memory: a table belongs to one fused lookup")
         return cls._move(tensors, names)
 
     @classmethod

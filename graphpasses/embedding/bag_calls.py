@@ -60,9 +60,7 @@ def read_bag_calls(graph: DynamoGraph) -> tuple[dict[fx.Node, BagCall], dict[str
     left_alone: dict[str, str] = {}
     inputs = dict(zip(graph.placeholders, zip(graph.inputs, graph.live, strict=True), strict=True))
     for node in graph.graph.find_nodes(op="call_function", target=torch.embedding_bag):
-        left_alone[node.name] = (
-            "it is a call of torch.embedding_bag, not of torch.nn.functional.embedding_bag"
-        )
+        left_alone[node.name] = "it is a call of torch.embedding_bag, not of torch.nn.functional.embedding_bag"
     for node in graph.graph.find_nodes(op="call_function", target=F.embedding_bag):
         bound = _SIGNATURE.bind(*node.args, **node.kwargs)
         bound.apply_defaults()

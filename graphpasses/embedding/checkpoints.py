@@ -45,9 +45,7 @@ def merge_repeated_keys(
     return merged
 
 
-def merge_repeated_groups(
-    groups: Iterable[Mapping[str, Any]], canonical: Mapping[str, str]
-) -> list[dict[str, Any]]:
+def merge_repeated_groups(groups: Iterable[Mapping[str, Any]], canonical: Mapping[str, str]) -> list[dict[str, Any]]:
     """Returns the parameter groups of an optimizer's state_dict with each parameter's first name, once.
 
     Raises where a parameter has other options under another name.
@@ -121,11 +119,7 @@ def check_shapes(given: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
         own = expected[key]
         if (shape := _shape(value)) != (own_shape := _shape(own)):
             raise CheckpointError(f"{key!r} has shape {shape} in the state_dict and {own_shape} in the model")
-        if (
-            isinstance(value, ShardedTensor)
-            and isinstance(own, ShardedTensor)
-            and _shards(value) != _shards(own)
-        ):
+        if isinstance(value, ShardedTensor) and isinstance(own, ShardedTensor) and _shards(value) != _shards(own):
             raise CheckpointError(
                 f"{key!r} is sharded otherwise in the state_dict than in the model: {_shards(value)} and "
                 f"{_shards(own)}, as (rows and columns, offset, rank). Load it with torch.distributed.checkpoint"

@@ -75,9 +75,7 @@ def emit_lookup(
     return graph.emit(fused_lookup(update.form.name), (), arguments, like=like)
 
 
-def table_arguments(
-    graph: DynamoGraph, layout: TableLayout, states: Sequence[fx.Node], name: str
-) -> dict[str, Any]:
+def table_arguments(graph: DynamoGraph, layout: TableLayout, states: Sequence[fx.Node], name: str) -> dict[str, Any]:
     """Returns the arguments that tell a lookup of its tables and optimizer states; tensors become inputs.
 
     ``states`` are the flat tensor of the tables, then that of the optimizer's states, if it has one.

@@ -56,9 +56,7 @@ def plan_joins(lookups: Sequence[BatchOfBags]) -> list[tuple[int, ...]]:
     Lookups of unknown batch sizes are taken to have the same.
     """
     unknown = tuple(index for index, lookup in enumerate(lookups) if lookup.batch_size is None)
-    sizes = {
-        index: lookup.batch_size for index, lookup in enumerate(lookups) if lookup.batch_size is not None
-    }
+    sizes = {index: lookup.batch_size for index, lookup in enumerate(lookups) if lookup.batch_size is not None}
     order = sorted(sizes, key=lambda index: -sizes[index])
     costs = [lookups[index].cost_of_sample for index in order]
     weights = [0.0, *accumulate(costs)]

@@ -189,9 +189,7 @@ class DistributedModelParallel(torchrec_model_parallel.DistributedModelParallel)
         """Yields buffers by FQN; see :meth:`named_parameters`."""
         return self._named("named_buffers", prefix, recurse, remove_duplicate)
 
-    def sparse_grad_parameter_names(
-        self, destination: list[str] | None = None, prefix: str = ""
-    ) -> list[str]:
+    def sparse_grad_parameter_names(self, destination: list[str] | None = None, prefix: str = "") -> list[str]:
         """Returns the first names of unsharded embeddings whose gradients are sparse."""
         identity = IdentityMap.of(self.module)
         destination = [] if destination is None else destination

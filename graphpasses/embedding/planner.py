@@ -120,11 +120,7 @@ def _is_sharded(fqn: str, module: nn.Module) -> str:
 
 def _under_all_names(sharding_plan: ShardingPlan, identity: IdentityMap) -> ShardingPlan:
     return ShardingPlan(
-        {
-            name: module_plan
-            for fqn, module_plan in sharding_plan.plan.items()
-            for name in identity.aliases(fqn)
-        }
+        {name: module_plan for fqn, module_plan in sharding_plan.plan.items() for name in identity.aliases(fqn)}
     )
 
 
@@ -229,16 +225,12 @@ def _check_module(
     tables = sharder.shardable_parameters(module)
     for table in sorted({*tables} ^ {*module_plan}):
         lacks = "the plan lacks its table" if table in tables else "it has no table"
-        raise ShardingError(
-            f"the plan shards {fqn!r}, but {lacks} {table!r}; its tables are {', '.join(tables)}"
-        )
+        raise ShardingError(f"the plan shards {fqn!r}, but {lacks} {table!r}; its tables are {', '.join(tables)}")
 
 
 def _check_ranks(fqn: str, module_plan: Any, num_ranks: int) -> None:
     """Refuses a plan that was made for other ranks, which TorchRec finds out while some shard and others do not."""
-    for table, sharding in (
-        dict(module_plan).items() if isinstance(module_plan, EmbeddingModuleShardingPlan) else ()
-    ):
+    for table, sharding in dict(module_plan).items() if isinstance(module_plan, EmbeddingModuleShardingPlan) else ():
         if sharding.sharding_type == ShardingType.DATA_PARALLEL.value:
             continue
         ranks = {*(sharding.ranks or ())}
@@ -256,9 +248,7 @@ def _check_nesting(identity: IdentityMap, owners: Mapping[str, str]) -> None:
         inside = {name: owner for name in names if (owner := _owner(name, owners)) is not None}
         outside = [name for name in names if name not in inside]
         if len(others := {owners[owner] for owner in inside.values()}) > 1:
-            one, other = (
-                next(name for name in inside if owners[inside[name]] == fqn) for fqn in sorted(others)[:2]
-            )
+            one, other = (next(name for name in inside if owners[inside[name]] == fqn) for fqn in sorted(others)[:2])
             raise ShardingError(
                 f"{one!r} and {other!r} are one module, in two modules that the plan shards, each of which would get "
                 "a copy. Share the outer module, or give each an inner one"

@@ -107,9 +107,7 @@ class LookupCall:
     def module(self) -> str:
         """FQN of the module that looks up, e.g. ``ebc._lookups[0]._emb_modules.0._emb_module``."""
         weights = self.states[0]
-        return (
-            self.inputs[weights].fqn.removesuffix(".weights_host") if weights in self.inputs else weights.name
-        )
+        return self.inputs[weights].fqn.removesuffix(".weights_host") if weights in self.inputs else weights.name
 
     @property
     def state_tensors(self) -> tuple[Tensor, ...]:
@@ -177,9 +175,7 @@ class LookupCall:
             first_rows=tuple(first_rows),
             num_rows=num_rows,
             weights_offsets=numbers(self.arguments["weights"][2]),
-            momentum1_offsets=numbers(self.arguments["momentum1"][2])
-            if "momentum1" in self.arguments
-            else (),
+            momentum1_offsets=numbers(self.arguments["momentum1"][2]) if "momentum1" in self.arguments else (),
         )
 
     def settings(self) -> tuple[object, ...]:

@@ -16,9 +16,7 @@ ROWWISE_ADAGRAD = "torchrec.optim.rowwise_adagrad.RowWiseAdagrad"
 # A lookup that updates its tables in backward is named by its optimizer. Their update of a row depends only on
 # this row, its gradient, its state, and constants.
 _FUSED_LOOKUP = "split_embedding_codegen_lookup_{}_function_pt2"
-FUSED_OPTIMIZERS = {
-    f"{FBGEMM}.{_FUSED_LOOKUP.format(name)}": name for name in ("sgd", "adagrad", "rowwise_adagrad")
-}
+FUSED_OPTIMIZERS = {f"{FBGEMM}.{_FUSED_LOOKUP.format(name)}": name for name in ("sgd", "adagrad", "rowwise_adagrad")}
 
 # What AOTAutograd's graphs hold: the check of ids that a lookup makes first, and its forward.
 BOUNDS_CHECK = f"{FBGEMM}.bounds_check_indices.default"

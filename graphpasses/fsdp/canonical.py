@@ -190,9 +190,7 @@ class TreeReduceScatter(ReduceScatterInGraph):
         output_tensor.fill_(-0.0)[start : start + part.numel()].copy_(part[: max(numel - start, 0)])
 
     def reduce_scatter(self, packed: Tensor, group: dist.ProcessGroup) -> Tensor:
-        reduced: Tensor = REDUCE_SCATTER_IN_TREE(
-            packed, self.reduce_scatter_op, group.size(), group.group_name
-        )
+        reduced: Tensor = REDUCE_SCATTER_IN_TREE(packed, self.reduce_scatter_op, group.size(), group.group_name)
         return reduced
 
     def all_reduce(self, packed: Tensor, group: dist.ProcessGroup) -> Tensor:

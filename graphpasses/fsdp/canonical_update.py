@@ -67,9 +67,7 @@ def _updated(
     pieces = [nn.Parameter(each.clone()) for each in weights.to(device, dtype).split(sizes)]
     other = copy.copy(optimizer)
     other.state = defaultdict(dict)
-    other.param_groups = [
-        {**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": pieces}
-    ]
+    other.param_groups = [{**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": pieces}]
     for gradient in gradients:
         for piece, part in zip(pieces, gradient.to(device, dtype).split(sizes), strict=True):
             piece.grad = part.clone()

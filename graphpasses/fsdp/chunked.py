@@ -12,9 +12,7 @@ from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.identity import IdentityMap
 
 
-def chunked_buckets(
-    plan: BucketPlan, layout: Layout, model: nn.Module, fqn: str
-) -> tuple[BucketPlan, Layout]:
+def chunked_buckets(plan: BucketPlan, layout: Layout, model: nn.Module, fqn: str) -> tuple[BucketPlan, Layout]:
     """Takes the parameters of a module that runs in chunks out of their buckets; returns plan and layout.
 
     A chunked loss calls backward on each chunk, and turns gradient synchronisation on for the last one: FSDP2 then
@@ -27,9 +25,7 @@ def chunked_buckets(
             names in the module has.
     """
     identity = IdentityMap.of(model)
-    names = {
-        identity.canonical(name): name for name, _ in model.get_submodule(fqn).named_parameters(prefix=fqn)
-    }
+    names = {identity.canonical(name): name for name, _ in model.get_submodule(fqn).named_parameters(prefix=fqn)}
     stay = {
         aliases[0]
         for aliases in identity.parameters
@@ -52,7 +48,5 @@ def chunked_buckets(
         if rest := tuple(name for name in entry.fqns if known.get(name) not in leaves):
             entries.append(replace(entry, fqns=rest))
     if missing := names.keys() - found:
-        raise PlanError(
-            f"no plan entry by parameters has {min(missing)!r} of module {fqn!r}, which runs in chunks"
-        )
+        raise PlanError(f"no plan entry by parameters has {min(missing)!r} of module {fqn!r}, which runs in chunks")
     return replace(plan, entries=tuple(entries)), layout.apart(names, stay)

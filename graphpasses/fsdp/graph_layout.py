@@ -121,9 +121,7 @@ def _collectives_behind(value: fx.Node | None, info: ParameterInfo) -> list[_Fou
     return found
 
 
-def _bucket(
-    graph: TrainGraph, collective: fx.Node, parts: dict[int, tuple[str, tuple[int, ...]]]
-) -> BucketLayout:
+def _bucket(graph: TrainGraph, collective: fx.Node, parts: dict[int, tuple[str, tuple[int, ...]]]) -> BucketLayout:
     sizes = next(iter(parts.values()))[1]
     missing = set(range(len(sizes))) - set(parts)
     if missing:
@@ -141,8 +139,7 @@ def _bucket(
         op=str(collective.args[1]),
         dtype=str(dtype).removeprefix("torch."),
         entries=tuple(
-            _entry(graph.parameters[parts[index][0]], sizes[index], offsets[index])
-            for index in range(len(sizes))
+            _entry(graph.parameters[parts[index][0]], sizes[index], offsets[index]) for index in range(len(sizes))
         ),
     )
 

@@ -104,9 +104,7 @@ class Layout:
             reductions, *others = ([replace(b, entries=()) for b, _ in found[fqn]] for fqn in fqns)
             for fqn, other in zip(fqns[1:], others, strict=True):
                 if other != reductions:
-                    raise LayoutError(
-                        f"{fqns[0]!r} and {fqn!r} cannot share a bucket: they are reduced differently"
-                    )
+                    raise LayoutError(f"{fqns[0]!r} and {fqn!r} cannot share a bucket: they are reduced differently")
             for index, bucket in enumerate(reductions):
                 entries = _place((found[fqn][index][1] for fqn in fqns), dtype_bytes(bucket.dtype))
                 made.append(replace(bucket, entries=entries))
@@ -250,26 +248,20 @@ def eager_layout(model: nn.Module, *, without_gradient: Collection[str] = ()) ->
         if not parameters:
             continue
         ranks = group.shard_ranks
-        bucket = make_bucket_layout(
-            "reduce_scatter", ranks, group.reduce_scatter_op, group.reduce_dtype, parameters
-        )
+        bucket = make_bucket_layout("reduce_scatter", ranks, group.reduce_scatter_op, group.reduce_dtype, parameters)
         # A group of one rank copies instead of reducing.
         if len(ranks) > 1:
             buckets.append(bucket)
         if (replicas := group.replicate_ranks) is not None:
             op, dtype = group.all_reduce_op, group.all_reduce_dtype
-            buckets.append(
-                make_bucket_layout("all_reduce", replicas, op, dtype, parameters, num_shards=len(ranks))
-            )
+            buckets.append(make_bucket_layout("all_reduce", replicas, op, dtype, parameters, num_shards=len(ranks)))
     return Layout(tuple(buckets))
 
 
 def _padded_numel(fqn: str, shape: Sequence[int], shard_dim: int, num_shards: int) -> int:
     """Returns the number of elements of one chunk."""
     if not shape:
-        raise LayoutError(
-            f"parameter {fqn!r} has no dims and cannot be sharded; make it a tensor of shape (1,)"
-        )
+        raise LayoutError(f"parameter {fqn!r} has no dims and cannot be sharded; make it a tensor of shape (1,)")
     if shard_dim == 0:
         return math.ceil(shape[0] / num_shards) * math.prod(shape[1:])
     if shape[shard_dim] % num_shards:

@@ -104,9 +104,7 @@ def diff_layouts(a: Layout, b: Layout) -> LayoutDiff:
         [('a', 0, 16), ('b', 8, 0)]
     """
     places_a, places_b = layout_places(a), layout_places(b)
-    moves = (
-        Move(key[0], places_a.get(key), places_b.get(key)) for key in dict.fromkeys([*places_a, *places_b])
-    )
+    moves = (Move(key[0], places_a.get(key), places_b.get(key)) for key in dict.fromkeys([*places_a, *places_b]))
     return LayoutDiff(tuple(move for move in moves if _decided(move.before) != _decided(move.after)))
 
 

@@ -159,9 +159,7 @@ class BucketPlan:
         return cls(tuple(made), root=root, root_reduction=reduction)
 
     @classmethod
-    def from_parameters(
-        cls, entries: Iterable[Sequence[str]], reduction: Reduction | None = None
-    ) -> BucketPlan:
+    def from_parameters(cls, entries: Iterable[Sequence[str]], reduction: Reduction | None = None) -> BucketPlan:
         """Makes a plan with an explicit order; parameters that are not named are in no bucket.
 
         Args:

@@ -36,9 +36,7 @@ _NAMES = {
 def has_fixed_sizes(graph: TrainGraph) -> bool:
     """Whether no dim of a step's values may vary, nor depends on data: bytes and FLOPs are then numbers."""
     values = (value for node in graph.graph.nodes for value in pytree.tree_leaves(node.meta.get("val")))
-    return all(
-        isinstance(size, int) for value in values if isinstance(value, torch.Tensor) for size in value.shape
-    )
+    return all(isinstance(size, int) for value in values if isinstance(value, torch.Tensor) for size in value.shape)
 
 
 def graph_traffic(graph: TrainGraph) -> Traffic:
@@ -99,9 +97,7 @@ def layout_traffic(
 
     def gather(group: Sequence[BucketLayout]) -> list[Event]:
         sharded = [bucket for bucket in group if bucket.collective == "reduce_scatter"][:1]
-        return launch(
-            [_bucket_transfer(replace(bucket, dtype=param_dtype), "all_gather") for bucket in sharded]
-        )
+        return launch([_bucket_transfer(replace(bucket, dtype=param_dtype), "all_gather") for bucket in sharded])
 
     reduced: list[Event] = []
     for flops, order in ((2, groups), (4, groups[::-1])):

@@ -43,8 +43,7 @@ def find_difference(
         given = [adversarial(each, 1000 * seed + seed % 2 + 2 * index) for index, each in enumerate(inputs)]
         expected, found = eager(*given), kernel([*given])
         old, new = (
-            [each.untyped_storage().data_ptr() for each in tensors if each.numel()]
-            for tensors in (given, found)
+            [each.untyped_storage().data_ptr() for each in tensors if each.numel()] for tensors in (given, found)
         )
         if len({*new}) < len(new) or {*new} & {*old}:
             return "results share memory"

@@ -63,9 +63,7 @@ class Calls:
 
     def find_difference(self, kernels: Mapping[Hashable, Kernel]) -> str:
         """Returns how its kernel differs from eager's operators on all kinds of numbers, or nothing."""
-        return find_difference(
-            kernels[self.key()], self.run_eagerly, [node.meta["val"] for node in self.inputs]
-        )
+        return find_difference(kernels[self.key()], self.run_eagerly, [node.meta["val"] for node in self.inputs])
 
     def run(self, call: Callable[[fx.Node, Any, Any], Any], *inputs: Any) -> list[Any]:
         """Runs the calls on tensors, each as ``call`` says."""
@@ -81,9 +79,7 @@ class Calls:
     def run_exactly(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         """Runs what is compiled; each result lies in memory as eager's does."""
         results = self.run(lambda node, args, kwargs: run_exactly(node.target, args, kwargs), *inputs)
-        return [
-            _laid_out(result, node.meta["val"]) for result, node in zip(results, self.outputs, strict=True)
-        ]
+        return [_laid_out(result, node.meta["val"]) for result, node in zip(results, self.outputs, strict=True)]
 
 
 def layout_of(node: fx.Node) -> Hashable:
@@ -171,9 +167,7 @@ def _replace(graph: fx.Graph, calls: Calls | Updates, copies: dict[fx.Node, fx.N
             graph.erase_node(node)
 
 
-def _check_bits(
-    regions: Sequence[Calls | Updates], kernels: dict[Hashable, Kernel], compiled: set[Hashable]
-) -> None:
+def _check_bits(regions: Sequence[Calls | Updates], kernels: dict[Hashable, Kernel], compiled: set[Hashable]) -> None:
     """Raises if a kernel that was just compiled has other bits than eager's operators, and forgets all of those."""
     seen: set[Hashable] = set()
     for calls in regions:

@@ -114,9 +114,7 @@ MEASURED: dict[Any, Callable[..., Any]] = {
 """What computes functions of half precision, in float32: fused where it was measured to have eager's bits."""
 
 # With half precision these round a number to it first; products and quotients take it as it is.
-_ROUND_NUMBERS = frozenset(
-    {aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar}
-)
+_ROUND_NUMBERS = frozenset({aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar})
 
 COMPARISONS = frozenset(
     getattr(getattr(aten, name), overload)
@@ -205,17 +203,11 @@ def run_exactly(target: Any, args: Any, kwargs: Any) -> Any:
     if target not in EXACT.keys() | MEASURED.keys() | COMPARISONS:  # it copies, selects or views
         return target(*args, **kwargs)
     compute = MEASURED.get(target) or (target if target in COMPARISONS else EXACT[target].compute)
-    dtype = functools.reduce(
-        torch.promote_types, [each.dtype for each in args if isinstance(each, torch.Tensor)]
-    )
+    dtype = functools.reduce(torch.promote_types, [each.dtype for each in args if isinstance(each, torch.Tensor)])
     wide = torch.float32 if dtype in LOW else dtype
     is_rounded = dtype in LOW and target in _ROUND_NUMBERS | COMPARISONS
     given = [
-        _convert(each, wide)
-        if isinstance(each, torch.Tensor)
-        else _rounded(each, dtype)
-        if is_rounded
-        else each
+        _convert(each, wide) if isinstance(each, torch.Tensor) else _rounded(each, dtype) if is_rounded else each
         for each in args
     ]
     found = compute(*given)

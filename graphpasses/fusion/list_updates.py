@@ -45,9 +45,7 @@ def is_update(node: fx.Node) -> bool:
     """Whether a call updates float32 tensors of the CPU in place, which lie alike and apart."""
     if node.target not in UPDATES or node.kwargs or node.users:
         return False
-    lists: list[Any] = [
-        value for value in node.args if isinstance(value, (list, tuple)) and _is_tensor(value[0])
-    ]
+    lists: list[Any] = [value for value in node.args if isinstance(value, (list, tuple)) and _is_tensor(value[0])]
     written = storages(*lists[0])
     others = [each for values in lists[1:] for each in values]
     is_apart = len(written) == len(lists[0]) and written.isdisjoint(storages(*others))
@@ -196,9 +194,7 @@ def _column(calls: Sequence[tuple[Any, tuple[Any, ...]]], members: set[fx.Node])
     tensors = [*filter(_is_tensor, read)]
     targets = {args[0] for _, args in calls}
     written = (index for index, each in enumerate(tensors) if each in targets and _is_read(each, members))
-    return Column(
-        tuple(tensors), tuple(each for each in read if not _is_tensor(each)), tuple(calls), tuple(written)
-    )
+    return Column(tuple(tensors), tuple(each for each in read if not _is_tensor(each)), tuple(calls), tuple(written))
 
 
 class UpdateKernels(nn.Module):

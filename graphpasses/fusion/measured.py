@@ -65,12 +65,8 @@ def _compare(targets: Sequence[Any], dtype: torch.dtype) -> list[bool]:
     values = values[torch.randperm(_NUM_VALUES, generator=generator)].repeat(_NUM_GRADIENTS)
     gradients = torch.randn(len(values), generator=generator).to(dtype)
 
-    def results(
-        call: Callable[..., Any], values: torch.Tensor, gradients: torch.Tensor
-    ) -> list[torch.Tensor]:
-        given = [
-            (gradients, values) if len(schemas(target)[0].arguments) == 2 else (values,) for target in targets
-        ]
+    def results(call: Callable[..., Any], values: torch.Tensor, gradients: torch.Tensor) -> list[torch.Tensor]:
+        given = [(gradients, values) if len(schemas(target)[0].arguments) == 2 else (values,) for target in targets]
         return [call(target, args, {}) for target, args in zip(targets, given, strict=True)]
 
     counts = [0] * len(targets)
@@ -82,9 +78,7 @@ def _compare(targets: Sequence[Any], dtype: torch.dtype) -> list[bool]:
             given = [each[start : start + size].clone() for each in (values, gradients)]
             expected = results(lambda target, args, kwargs: target(*args, **kwargs), *given)
             found = kernel([*given])
-            counts = [
-                count + num_different(*pair) for count, *pair in zip(counts, expected, found, strict=True)
-            ]
+            counts = [count + num_different(*pair) for count, *pair in zip(counts, expected, found, strict=True)]
     return [count == 0 for count in counts]
 
 

@@ -88,9 +88,7 @@ def plan_regions(graph: fx.Graph, measured: Collection[Function] = ()) -> Region
         return Regions(regions, _sort(graph, regions, needed))
 
 
-def _sink(
-    made_by: dict[fx.Node, fx.Node], level: dict[fx.Node, int], needed: Mapping[fx.Node, set[fx.Node]]
-) -> None:
+def _sink(made_by: dict[fx.Node, fx.Node], level: dict[fx.Node, int], needed: Mapping[fx.Node, set[fx.Node]]) -> None:
     """Raises what one region reads, and makes of one tensor that is no larger, to the level of that region."""
     dependents: dict[fx.Node, set[fx.Node]] = {node: set() for node in needed}
     for node, before in needed.items():

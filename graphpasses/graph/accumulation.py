@@ -108,8 +108,7 @@ class Cuts:
         outputs = [*self.outputs, *(GraphOutput(OutputKind.VALUE, place) for place in kept)]
         graph.output_node().args = ([*values, *(mark.args[0] for mark in kept.values())],)
         totals = {
-            place: _total(graph, marks[place], dtype, is_last=_is_group(place))
-            for place, dtype in waiting.pending
+            place: _total(graph, marks[place], dtype, is_last=_is_group(place)) for place, dtype in waiting.pending
         }
         for place, mark in marks.items():
             mark.replace_all_uses_with(totals.get(place, mark.args[0]))
@@ -167,9 +166,7 @@ class CutSteps(Generic[S]):
         if waiting not in self._steps:
             cuts = self._check(waiting)
             with accumulation_set_aside(self.model):
-                self._steps[waiting] = self.make(
-                    cuts.graph_for(waiting), None if waiting.kept else cuts.update
-                )
+                self._steps[waiting] = self.make(cuts.graph_for(waiting), None if waiting.kept else cuts.update)
         return self._steps[waiting]
 
     def _check(self, waiting: Waiting) -> Cuts:
@@ -186,11 +183,7 @@ class CutSteps(Generic[S]):
         kept = {fqn for fqn in self.trained if {fqn, self.accumulators.group_of(fqn)} & set(waiting.kept)}
         if self.is_updating and kept and (reduced := sorted(self.trained - kept)):
             is_held = all(fqn in self.accumulators.parameters for fqn in reduced)
-            why = (
-                "is not. Set it for the whole model"
-                if is_held
-                else "is in no FSDP2 group, and cannot wait there"
-            )
+            why = "is not. Set it for the whole model" if is_held else "is in no FSDP2 group, and cannot wait there"
             raise CaptureError(
                 f"the gradient of {min(kept)!r} is to wait (set_requires_gradient_sync(False)), and that of "
                 f"{reduced[0]!r} {why}: the step updates both. Or capture without optimizer="

@@ -33,9 +33,7 @@ def check_leaves(leaves: Sequence[Any], captured_leaves: Sequence[tuple[str, Any
         check_leaf(path, leaf)
         dims = varying.get(path, {})
         if isinstance(captured, torch.Tensor):
-            same = isinstance(leaf, torch.Tensor) and _tensor_facts(leaf, dims) == _tensor_facts(
-                captured, dims
-            )
+            same = isinstance(leaf, torch.Tensor) and _tensor_facts(leaf, dims) == _tensor_facts(captured, dims)
         else:
             # Not by ==, for which 0.0 is -0.0 and nan is not nan.
             same = type(leaf) is type(captured) and repr(leaf) == repr(captured)
@@ -117,9 +115,7 @@ def _tensor_facts(tensor: torch.Tensor, varying: Mapping[int, VaryingDim]) -> tu
 
 def _describe(value: Any, strides: bool = False, varying: Mapping[int, VaryingDim] | None = None) -> str:
     if not isinstance(value, torch.Tensor):
-        return (
-            repr(value) if isinstance(value, (int, float, str, type(None))) else f"a {type(value).__name__}"
-        )
+        return repr(value) if isinstance(value, (int, float, str, type(None))) else f"a {type(value).__name__}"
     suffix = f", strides {list(value.stride())}" if strides else ""
     suffix += "".join(f", {name} view" for name in ("conj", "neg") if getattr(value, f"is_{name}")())
     sizes = ", ".join("any" if dim in (varying or {}) else str(size) for dim, size in enumerate(value.shape))

@@ -74,9 +74,7 @@ class BatchStructure:
                 )
             return cls(path)
         items, spec = opened
-        children = tuple(
-            cls.of(item, *libraries, path=path + _accessor(value, key)) for key, item in items.items()
-        )
+        children = tuple(cls.of(item, *libraries, path=path + _accessor(value, key)) for key, item in items.items())
         structure = cls(path, kind, tuple(items), children, spec, library)
         _check_attributes(structure, value, items)
         _check_that_it_is_made(structure, items)
@@ -111,9 +109,7 @@ class BatchStructure:
                     f"{_AGAIN}"
                 )
         elif spec != self.spec and not issubclass(self.kind, Mapping):  # of mappings, the keys were compared
-            raise BatchMismatchError(
-                f"{self.path} was {self.spec} in the captured batch, and is {spec}; {_AGAIN}"
-            )
+            raise BatchMismatchError(f"{self.path} was {self.spec} in the captured batch, and is {spec}; {_AGAIN}")
         _check_attributes(self, value, items)
         parts = (child.leaves(items[key]) for key, child in zip(self.keys, self.children, strict=True))
         return [leaf for part in parts for leaf in part]
@@ -122,9 +118,7 @@ class BatchStructure:
         if self.kind is None:
             return next(iter(leaves))
         rest = iter(leaves)
-        return self.make(
-            {key: child.build(rest) for key, child in zip(self.keys, self.children, strict=True)}
-        )
+        return self.make({key: child.build(rest) for key, child in zip(self.keys, self.children, strict=True)})
 
     def fresh(self, batch: Sequence[Any]) -> list[Any]:
         """Returns a batch in which libraries' containers are made anew: they keep what they compute."""

@@ -157,9 +157,7 @@ class CapturedStep(TrainGraph):
             >>> step.check(torch.zeros(2, 4))
         """
         if self.checker is None:
-            raise CaptureError(
-                "the step was made of a trace, and knows no loss_fn that it could be compared with"
-            )
+            raise CaptureError("the step was made of a trace, and knows no loss_fn that it could be compared with")
         self.checker(self, batch)
 
     def _is_due(self) -> bool:
@@ -259,9 +257,7 @@ class CapturedStep(TrainGraph):
     def cut_steps(self) -> CutSteps[Self]:
         """Steps of the same capture that leave gradients unreduced, or reduce what was left."""
         trained = frozenset(self.parameters) - self.without_gradient
-        return CutSteps(
-            self.model, self.identity, trained, self.cuts, self.update is not None, self._with_graph
-        )
+        return CutSteps(self.model, self.identity, trained, self.cuts, self.update is not None, self._with_graph)
 
     def _value(self, item: GraphInput, leaves: Sequence[Any]) -> Any:
         if item.kind is InputKind.BATCH:
@@ -291,9 +287,7 @@ class CapturedStep(TrainGraph):
         values += pending.values()
         if self.written:
             named = zip(self.inputs[: len(values)], values, strict=True)
-            written = [
-                (item.fqn, value) for item, value in named if item.fqn in self.written and item.is_tensor
-            ]
+            written = [(item.fqn, value) for item, value in named if item.fqn in self.written and item.is_tensor]
             check_memory(written, zip(self.batch_structure.paths, leaves, strict=True))
         device = next(self.model.parameters()).device.type
         # The casts of the captured step are in its graph; autocast must not add others.

@@ -22,9 +22,7 @@ class Launch:
         """Whether another rank may launch ``other`` where this one launches this."""
         contents, others = set(self.contents), set(other.contents)
         known = bool(contents and others)  # a rank may have a part of nothing
-        return (self.call, self.group) == (other.call, other.group) and not (
-            known and contents.isdisjoint(others)
-        )
+        return (self.call, self.group) == (other.call, other.group) and not (known and contents.isdisjoint(others))
 
     def __str__(self) -> str:
         return f"{self.call} of {'; '.join(self.contents) or 'other values'}"

@@ -33,9 +33,7 @@ class DynamoGraph(TrainGraph):
     input_checks: list[Callable[[Sequence[Any]], None]] = field(default_factory=list)
     # Called after each forward with gradients; what each returns is called when its backward begins, with the
     # gradients of the outputs, None for those that the loss does not depend on.
-    backward_checks: list[Callable[[], Callable[[Sequence[torch.Tensor | None]], None]]] = field(
-        default_factory=list
-    )
+    backward_checks: list[Callable[[], Callable[[Sequence[torch.Tensor | None]], None]]] = field(default_factory=list)
 
     @classmethod
     def of(cls, graph: TrainGraph) -> Self:

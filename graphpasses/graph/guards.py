@@ -79,9 +79,7 @@ class Guards:
 
     def _holds(self, condition: sympy.Basic) -> Callable[[Mapping[Symbol, Any]], bool]:
         symbols, is_true = tuple(condition.free_symbols), as_function(condition)
-        return lambda values: (
-            all(values[symbol] == self.captured[symbol] for symbol in symbols) or is_true(values)
-        )
+        return lambda values: all(values[symbol] == self.captured[symbol] for symbol in symbols) or is_true(values)
 
 
 def run_nodes(

@@ -34,9 +34,7 @@ class InputKind(enum.Enum):
     OPTIMIZER_STATE = "optimizer state"  # a tensor that the optimizer keeps for a parameter
     HYPERPARAMETER = "hyperparameter"  # of a group of the optimizer: a number, or a tensor
     GRADIENT = "gradient"  # what the graph of an update alone reads
-    UNREDUCED = (
-        "unreduced gradient"  # what FSDP2 keeps of earlier microbatches, and a step reduces with its own
-    )
+    UNREDUCED = "unreduced gradient"  # what FSDP2 keeps of earlier microbatches, and a step reduces with its own
 
 
 class OutputKind(enum.Enum):

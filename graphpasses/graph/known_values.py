@@ -29,12 +29,7 @@ class KnownValues:
         if node not in self._records:
             return False
         target, args, kwargs, value = self._records[node]
-        return (
-            args is node.args
-            and value is node.meta.get("val")
-            and target is node.target
-            and kwargs is node.kwargs
-        )
+        return args is node.args and value is node.meta.get("val") and target is node.target and kwargs is node.kwargs
 
     def changed(self, graph: fx.Graph) -> list[fx.Node]:
         """Returns the nodes that are not as recorded, or are not recorded."""

@@ -75,9 +75,7 @@ def collective_group(node: fx.Node) -> Any:
 def find_collectives(graph: fx.Graph) -> list[fx.Node]:
     """Returns the nodes that launch a functional collective, by operator."""
     return [
-        node
-        for target in _COLLECTIVES
-        for node in graph.find_nodes(op="call_function", target=target, sort=False)
+        node for target in _COLLECTIVES for node in graph.find_nodes(op="call_function", target=target, sort=False)
     ]
 
 

@@ -83,10 +83,7 @@ class PassReport:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PassReport:
         """Reads back what :meth:`to_json` wrote."""
-        hunks = (
-            Hunk(tuple(each["before"]), tuple(each["after"]), each["num_alike"])
-            for each in data["graph_diff"]
-        )
+        hunks = (Hunk(tuple(each["before"]), tuple(each["after"]), each["num_alike"]) for each in data["graph_diff"])
         made = {
             "numerics": Numerics(data["numerics"]),
             "num_nodes": tuple(data["num_nodes"]),

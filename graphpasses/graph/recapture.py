@@ -93,9 +93,7 @@ class GuardedCache(Generic[S]):
             raise CaptureError(
                 f"{difference}. The step was captured for {MAX_STEPS} such cases, and no more are kept. {NO_DECISION}"
             )
-        elsewhere = FailedElsewhereError(
-            "another rank could not capture the step again; its message says why"
-        )
+        elsewhere = FailedElsewhereError("another rank could not capture the step again; its message says why")
         together = partial(self._consensus.raised_together, elsewhere)
         with together(), together() as traced_everywhere, torch.enable_grad():
             step: S = first.recapture(first.model, *batch, traced_everywhere=traced_everywhere)

@@ -27,8 +27,7 @@ from graphpasses.ops.update_rows import UPDATE_ROWS
 
 _STATE = {InputKind.PARAMETER, InputKind.BUFFER}
 _INPUTS = {
-    Stage.STEP: _STATE
-    | {InputKind.BATCH, InputKind.OPTIMIZER_STATE, InputKind.HYPERPARAMETER, InputKind.UNREDUCED},
+    Stage.STEP: _STATE | {InputKind.BATCH, InputKind.OPTIMIZER_STATE, InputKind.HYPERPARAMETER, InputKind.UNREDUCED},
     Stage.DYNAMO: _STATE | {InputKind.VALUE},
     Stage.JOINT: _STATE | {InputKind.VALUE, InputKind.TANGENT},
     Stage.FORWARD: _STATE | {InputKind.VALUE},
@@ -63,9 +62,7 @@ class Contract:
             num_inputs=len(graph.inputs) if graph.fixed_signature else None,
             gradients=frozenset(graph.parameters) - graph.without_gradient,
             writers=writing_operators(graph.graph).union(
-                ()
-                if graph.update is None
-                else (str(UPDATE_ROWS), *writing_operators(graph.update.module.graph))
+                () if graph.update is None else (str(UPDATE_ROWS), *writing_operators(graph.update.module.graph))
             ),
         )
 
@@ -128,18 +125,14 @@ def _operators(checked: Verifier) -> Iterator[Broken]:
     """After Dynamo a graph calls operators, neither methods nor modules."""
     for op in ("call_method", "call_module"):
         for node in checked.graph.graph.find_nodes(op=op):
-            yield Broken(
-                f"left {node.name}, a {op}, in a {checked.graph.stage.value} graph, which calls operators"
-            )
+            yield Broken(f"left {node.name}, a {op}, in a {checked.graph.stage.value} graph, which calls operators")
 
 
 def _live_inputs(checked: Verifier) -> Iterator[Broken]:
     """Each input of what Dynamo traced has its live value, which the compiled model is given."""
     graph = DynamoGraph.of(checked.graph)
     if len(graph.live) != len(graph.inputs):
-        yield Broken(
-            f"left {len(graph.live)} live values for {len(graph.inputs)} inputs; add them with add_input"
-        )
+        yield Broken(f"left {len(graph.live)} live values for {len(graph.inputs)} inputs; add them with add_input")
 
 
 def _loss(checked: Verifier) -> Iterator[Broken]:
@@ -184,9 +177,7 @@ def _fixed_signature(checked: Verifier) -> Iterator[Broken]:
     """Where another runner passes the flat inputs, none is removed and none is added."""
     before, after = checked.contract.num_inputs, checked.now.num_inputs
     if before != after:
-        yield Broken(
-            f"left {after} placeholders of {before}; another runner passes them all (fixed_signature)"
-        )
+        yield Broken(f"left {after} placeholders of {before}; another runner passes them all (fixed_signature)")
 
 
 def _gradient_like_parameter(checked: Verifier) -> Iterator[Broken]:
@@ -232,9 +223,7 @@ def _no_new_writes(checked: Verifier) -> Iterator[Broken]:
     added = checked.now.writers - checked.contract.writers
     if added:
         stage = checked.graph.stage.value
-        yield Broken(
-            f"left {', '.join(sorted(added))} writing in place, which a {stage} graph did not do before"
-        )
+        yield Broken(f"left {', '.join(sorted(added))} writing in place, which a {stage} graph did not do before")
 
 
 def _true_values(checked: Verifier) -> Iterator[Broken]:
@@ -251,9 +240,7 @@ def _wrong_value(node: fx.Node) -> Iterator[Broken]:
     try:
         actual = summary(fake_value(node))
     except Exception as error:
-        yield Broken(
-            f"left {node.name}, which cannot run on its inputs: {type(error).__name__}: {error}", error
-        )
+        yield Broken(f"left {node.name}, which cannot run on its inputs: {type(error).__name__}: {error}", error)
         return
     claimed = summary(node.meta["val"])
     if actual != claimed:

@@ -85,18 +85,14 @@ class TrainGraph:
     notes: list[str] = field(default_factory=list)
     timelines: list[DrawnTimeline] = field(default_factory=list, repr=False)
     update: Update | None = None
-    runs_as: Callable[[fx.GraphModule], fx.GraphModule] | None = field(
-        default=None, repr=False, compare=False
-    )
+    runs_as: Callable[[fx.GraphModule], fx.GraphModule] | None = field(default=None, repr=False, compare=False)
     seconds: OperatorSeconds | None = field(default=None, repr=False, compare=False)
     # What its constants held when it was copied of another graph, with which it shares them; None if it was not.
     copied_constants: Mapping[str, Hashable] | None = field(default=None, repr=False, compare=False)
     _known: KnownValues = field(default_factory=KnownValues, init=False, compare=False)
 
     def __repr__(self) -> str:
-        counts = (
-            ", ".join(f"{count} {name}" for name, count in self.collectives().items()) or "no collectives"
-        )
+        counts = ", ".join(f"{count} {name}" for name, count in self.collectives().items()) or "no collectives"
         return f"{type(self).__name__}({self.stage.value}: {len(self.graph.nodes)} nodes, {counts})"
 
     @property
@@ -154,9 +150,7 @@ class TrainGraph:
         return frozenset(
             fqn
             for fqn in self.parameters
-            if not any(
-                values[index] is not None or self.outputs[index].is_applied for index in slots.get(fqn, ())
-            )
+            if not any(values[index] is not None or self.outputs[index].is_applied for index in slots.get(fqn, ()))
         )
 
     def emit(

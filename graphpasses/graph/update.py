@@ -72,9 +72,7 @@ class Update:
 
     def moved_into(self, step: fx.GraphModule) -> Update:
         """Returns what says of a step that its own graph has the update in it."""
-        return replace(
-            self, without_update=self.without_update or step, in_step=self.in_step.union(self.gradients)
-        )
+        return replace(self, without_update=self.without_update or step, in_step=self.in_step.union(self.gradients))
 
     def without(self, fqns: Collection[str], step: fx.GraphModule) -> Update:
         """Returns the update of the other parameters, for a step whose own graph updates some."""

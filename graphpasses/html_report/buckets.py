@@ -119,9 +119,7 @@ def draw_buckets(
 ) -> tuple[BucketGroup, ...]:
     """Pairs the buckets of two runs, in the first run's order, and draws them; those that look the same together."""
     places = [layout_places(layout) if layout else {} for layout in (a, b)]
-    found = {
-        (each.fqn, each.before, each.after): each for each in (prediction.reordered if prediction else ())
-    }
+    found = {(each.fqn, each.before, each.after): each for each in (prediction.reordered if prediction else ())}
     rows = []
     for key in dict.fromkeys([*places[0], *places[1]]):
         here, there = places[0].get(key), places[1].get(key)
@@ -145,9 +143,7 @@ def _by_bucket(entries: Iterable[tuple[Row, Place | None, Place | None]]) -> dic
     return {index: sorted(found[index], key=lambda entry: entry[1].offset) for index in sorted(found)}
 
 
-def _paired(
-    rows: Iterable[Row], in_a: Mapping[int, object], in_b: Mapping[int, object]
-) -> Iterator[tuple[int, int]]:
+def _paired(rows: Iterable[Row], in_a: Mapping[int, object], in_b: Mapping[int, object]) -> Iterator[tuple[int, int]]:
     """Yields a bucket of the first layout and the one of the second that has most of its bytes; -1 is none."""
     shared: dict[int, Counter[int]] = {}
     for row in rows:
@@ -191,9 +187,7 @@ def _pair(
     return BucketPair(module, reduction, bars[0], bars[1], joins, tuple(rows))
 
 
-def _bar(
-    entries: Sequence[_Entry], total: int, topology: Topology, names: RingNames, is_compared: bool
-) -> Bar:
+def _bar(entries: Sequence[_Entry], total: int, topology: Topology, names: RingNames, is_compared: bool) -> Bar:
     _, first, _ = entries[0]
     group, count = topology.restrict(first.ranks), first.num_elements
     ring_of = [names[tuple(first.ranks[rank] for rank in ring)] for ring in rings(group)]
@@ -225,9 +219,7 @@ def _common_prefix(fqns: Sequence[str]) -> str:
     return "".join(f"{names[0]}." for names in same)
 
 
-def _segment(
-    row: Row, place: Place, other: Place | None, total: int, prefix: str, is_compared: bool
-) -> Segment:
+def _segment(row: Row, place: Place, other: Place | None, total: int, prefix: str, is_compared: bool) -> Segment:
     lines = [
         row.fqn,
         f"byte {place.offset:,} of {place.num_bytes:,}, {place.padded_numel:,} elements of each rank's part",

@@ -49,9 +49,7 @@ def explain(
         yield from _explain_order(divergence.gradients or (), prediction, letter, num_moved)
 
 
-def _explain_order(
-    differing: Sequence[str], prediction: Prediction, letter: str, num_moved: int
-) -> Iterator[str]:
+def _explain_order(differing: Sequence[str], prediction: Prediction, letter: str, num_moved: int) -> Iterator[str]:
     places: dict[str, list[Reordered]] = {}
     for each in prediction.reordered:
         places.setdefault(each.fqn, []).append(each)

@@ -96,8 +96,6 @@ def _compared(letter: str, first: ShownRun, other: ShownRun, names: RingNames) -
         return replace(section, trouble=str(error))
     sentences: list[str] = []
     if (divergence := comparison.divergence) is not None:
-        sentences += explain(
-            divergence, prediction, letter=letter, has_layouts=has_both, num_moved=len(moved)
-        )
+        sentences += explain(divergence, prediction, letter=letter, has_layouts=has_both, num_moved=len(moved))
         sentences.append(how_to_locate(comparison))
     return replace(section, comparison=comparison, strip=draw_strip(differences), sentences=tuple(sentences))

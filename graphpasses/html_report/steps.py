@@ -74,9 +74,7 @@ def draw_losses(runs: Sequence[tuple[str, Run]]) -> Chart | None:
     lines = []
     for name, its in losses.items():
         stretches = [
-            " ".join(
-                f"{across * (step - steps[0]):.1f},{200 - up * (value - lowest):.1f}" for step, value in part
-            )
+            " ".join(f"{across * (step - steps[0]):.1f},{200 - up * (value - lowest):.1f}" for step, value in part)
             for is_finite, part in itertools.groupby(its.items(), lambda item: math.isfinite(item[1]))
             if is_finite
         ]

@@ -79,9 +79,7 @@ class CapturedSteps(StepsByShape):
 
         def give(seed: Tensor) -> None:
             if scale not in self._known_seeds and not torch.equal(seed, torch.ones_like(seed) / scale):
-                raise CaptureError(
-                    "a hook scales the loss or its gradient, which a captured step does not follow"
-                )
+                raise CaptureError("a hook scales the loss or its gradient, which a captured step does not follow")
             self._known_seeds.add(scale)
             for each, new in zip(parameters, gradients, strict=True):
                 if new is not None:
@@ -91,9 +89,7 @@ class CapturedSteps(StepsByShape):
 
     def _check(self, module: LightningModule) -> None:
         if not module.automatic_optimization:
-            raise CaptureError(
-                "the module optimizes by itself: training_step runs its backward and its optimizers"
-            )
+            raise CaptureError("the module optimizes by itself: training_step runs its backward and its optimizers")
         if type(module).backward is not LightningModule.backward:
             raise CaptureError("the module has a backward of its own, which a captured step does not run")
 
@@ -105,9 +101,7 @@ class CapturedSteps(StepsByShape):
             loss = _loss_of(training_step(batch, *[_BatchIndex()] * num_indices))
             logs = self._log.of(loss)
             if self._logs not in (None, logs):
-                raise CaptureError(
-                    f"training_step logs {list(logs)}, and logged {list(self._logs or ())} before"
-                )
+                raise CaptureError(f"training_step logs {list(logs)}, and logged {list(self._logs or ())} before")
             self._logs = logs
             # The trainer divides the loss, which is returned, and logged, as it is.
             if scale != 1 and loss.requires_grad:
@@ -168,9 +162,7 @@ class _BatchIndex:
 
     __bool__ = __int__ = __index__ = __float__ = __str__ = __format__ = __hash__ = _refuse
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __floordiv__ = __truediv__ = (
-        _refuse
-    )
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __floordiv__ = __truediv__ = _refuse
 
 
 def _loss_of(output: Any) -> Tensor:

@@ -98,9 +98,7 @@ def _loss_of(trainer: Any, training_step: Callable[..., torch.Tensor]) -> Callab
     It is a method of the trainer, all of whose attributes that the step reads are then watched.
     """
 
-    def loss_fn(
-        trainer: Any, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any
-    ) -> torch.Tensor:
+    def loss_fn(trainer: Any, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any) -> torch.Tensor:
         losses: list[torch.Tensor] = []
         # Of the class: what is set of an object that the step reads counts as a change.
         keep = mock.patch.object(

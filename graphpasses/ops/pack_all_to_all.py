@@ -88,16 +88,12 @@ def unpack_all_to_all(
     ``row_dims`` the dims of each.
     """
     num_members = len(dtypes)
-    members = list(
-        zip(_by_member(splits, num_members), _row_shapes(row_shapes, row_dims), dtypes, strict=True)
-    )
+    members = list(zip(_by_member(splits, num_members), _row_shapes(row_shapes, row_dims), dtypes, strict=True))
     sizes = []
     for rows, shape, dtype in members:
         row_size = math.prod(shape) * (dtype.itemsize if dtype != packed.dtype else 1)
         sizes.append([num_rows * row_size for num_rows in rows])
-    in_order = [
-        (index, size) for of_rank in zip(*sizes, strict=True) for index, size in enumerate(of_rank) if size
-    ]
+    in_order = [(index, size) for of_rank in zip(*sizes, strict=True) for index, size in enumerate(of_rank) if size]
     pieces: list[list[Tensor]] = [[] for _ in members]
     # Every output gets memory of its own: an operator may not return parts of what it is given.
     is_whole = len({index for index, _ in in_order}) == len(in_order)

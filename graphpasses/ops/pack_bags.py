@@ -55,9 +55,7 @@ def _check_ids(table: str, num_rows: int, ids: Tensor) -> None:
     low, high = map(int, ids.aminmax())
     if low < 0 or high >= num_rows:
         wrong = low if low < 0 else high
-        raise IdError(
-            f"{table} was looked up with id {wrong}; its {num_rows} rows have ids 0 to {num_rows - 1}"
-        )
+        raise IdError(f"{table} was looked up with id {wrong}; its {num_rows} rows have ids 0 to {num_rows - 1}")
 
 
 def _fake_pack_bags(

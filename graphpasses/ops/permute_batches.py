@@ -67,9 +67,7 @@ PERMUTE_BATCHES = define_operator(
 )
 
 
-def permute_sequences(
-    embeddings: Tensor, lengths: Tensor, permute: Tensor, batch_sizes: Sequence[int]
-) -> Tensor:
+def permute_sequences(embeddings: Tensor, lengths: Tensor, permute: Tensor, batch_sizes: Sequence[int]) -> Tensor:
     """Undoes the permutation for embeddings of sequences, [sum(lengths), dim]; the result has a gradient."""
     dim = embeddings.shape[1]
     _, values = PERMUTE_BATCHES([lengths * dim, embeddings.view(-1)], permute, batch_sizes, True)

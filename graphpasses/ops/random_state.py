@@ -23,7 +23,5 @@ READ_RANDOM_STATE = define_operator(
 )
 """``read_random_state() -> Tensor``: as ``torch.get_rng_state()``."""
 
-SET_RANDOM_STATE = define_operator(
-    "set_random_state(Tensor state) -> ()", _set, fake=lambda state: None, draws=True
-)
+SET_RANDOM_STATE = define_operator("set_random_state(Tensor state) -> ()", _set, fake=lambda state: None, draws=True)
 """``set_random_state(Tensor state)``: as ``torch.set_rng_state(state)``."""

@@ -77,11 +77,7 @@ def lanes_of_each(
     found: list[Tensor | None] = [None] * len(tensors)
     together: dict[torch.device, list[tuple[int, Tensor, int]]] = {}
     for index, (tensor, global_shape, offset) in enumerate(zip(tensors, global_shapes, offsets, strict=True)):
-        if (
-            0 < tensor.numel() <= _SMALL
-            and not (tensor.is_complex() or tensor.is_neg())
-            and tensor.is_contiguous()
-        ):
+        if 0 < tensor.numel() <= _SMALL and not (tensor.is_complex() or tensor.is_neg()) and tensor.is_contiguous():
             words, steps, start = _words(tensor, global_shape, offset)
             words, steps = _in_memory_order(words, steps)
             if steps == [1] or words.numel() == 1:  # one run of positions
@@ -95,9 +91,7 @@ def lanes_of_each(
     return [each for each in found if each is not None]
 
 
-def _words(
-    tensor: Tensor, global_shape: Sequence[int], offset: Sequence[int]
-) -> tuple[Tensor, list[int], int]:
+def _words(tensor: Tensor, global_shape: Sequence[int], offset: Sequence[int]) -> tuple[Tensor, list[int], int]:
     """Returns the raw bits, what a step along each dimension adds to the position, and the first position."""
     words = tensor.view(_WORDS[tensor.element_size()])
     steps = list(torch.empty(tuple(global_shape), device="meta").stride())  # row by row
@@ -108,9 +102,7 @@ def _sums_of_runs(runs: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]
     """Returns both sums of tensors whose elements follow each other in the whole tensor."""
     device, sizes = runs[0].device, [run.numel() for run in runs]
     stops = list(itertools.accumulate(sizes))
-    shifts = torch.tensor(
-        [start - stop + size for start, stop, size in zip(starts, stops, sizes, strict=True)]
-    )
+    shifts = torch.tensor([start - stop + size for start, stop, size in zip(starts, stops, sizes, strict=True)])
     positions = torch.arange(stops[-1], device=device)
     positions += shifts.to(device).repeat_interleave(torch.tensor(sizes, device=device))
     weyl = positions.add_(1).mul_(signed(_GOLDEN))

@@ -181,9 +181,7 @@ def check_same_tensors(parts: Sequence[LocalPart], group: dist.ProcessGroup | No
                 )
 
 
-def check_replicas(
-    parts: Sequence[LocalPart], local: Tensor, check: Tensor, group: dist.ProcessGroup | None
-) -> None:
+def check_replicas(parts: Sequence[LocalPart], local: Tensor, check: Tensor, group: dist.ProcessGroup | None) -> None:
     """Raises on all ranks if replicas differ, by their own and all ranks' weighted sums, int64 [parts, 2]."""
     rows = check.any(dim=1).nonzero().flatten().tolist()
     if not rows:

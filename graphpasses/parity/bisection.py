@@ -107,9 +107,7 @@ class _Trials:
     def runs(self, num_passes: int | None) -> tuple[Run, Run]:
         return read_run(self.folder / "eager.jsonl"), read_run(self.path(num_passes))
 
-    def first_difference(
-        self, num_steps: int, num_passes: int | None, operators: Collection[int]
-    ) -> int | None:
+    def first_difference(self, num_steps: int, num_passes: int | None, operators: Collection[int]) -> int | None:
         """Trains with the first passes, and returns the first step that differs from eager's."""
         if num_passes is None:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -118,9 +118,7 @@ def compare_runs(a: Run, b: Run, *, allow: Collection[str] = ()) -> Comparison:
     divergence = None
     for x, y in common:
         if not ((x.loss and y.loss) or _both_have_gradients(x, y) or x.weights.keys() & y.weights.keys()):
-            raise CompareError(
-                f"step {x.step} has neither loss nor gradients nor weights that both runs recorded"
-            )
+            raise CompareError(f"step {x.step} has neither loss nor gradients nor weights that both runs recorded")
         if divergence is None and (difference := _difference(x, y, _same_ranks(a, b))):
             losses = (x.loss, y.loss) if x.loss and y.loss else None
             moves = _moves(difference, a.header.layouts, b.header.layouts)
@@ -196,9 +194,7 @@ def _gaps_of_step(x: StepRecord, y: StepRecord) -> Iterator[Gap]:
             yield Gap(kind, f"only run {'A' if in_a else 'B'} has {kind}, first in step {x.step}")
 
 
-def _other_names(
-    what: str, step: int, x: Mapping[str, str | None], y: Mapping[str, str | None]
-) -> Iterable[Gap]:
+def _other_names(what: str, step: int, x: Mapping[str, str | None], y: Mapping[str, str | None]) -> Iterable[Gap]:
     sides = [
         f"only {run} has {some(list(map(repr, sorted(names))), limit=3)}"
         for run, names in (("A", x.keys() - y.keys()), ("B", y.keys() - x.keys()))
@@ -214,11 +210,7 @@ def _both_have_gradients(x: StepRecord, y: StepRecord) -> bool:
 
 def _difference(x: StepRecord, y: StepRecord, same_ranks: bool) -> StepDifference:
     gradients = _differing(x.gradients, y.gradients) if _both_have_gradients(x, y) else None
-    loss = (
-        (x.loss.dtype, x.loss.bits) != (y.loss.dtype, y.loss.bits)
-        if x.loss and y.loss and same_ranks
-        else None
-    )
+    loss = (x.loss.dtype, x.loss.bits) != (y.loss.dtype, y.loss.bits) if x.loss and y.loss and same_ranks else None
     return StepDifference(x.step, loss, gradients, _differing(x.weights, y.weights))
 
 

@@ -292,8 +292,7 @@ def differing(a: Sequence[Value], b: Sequence[Value]) -> tuple[str, ...]:
     return tuple(
         each.name
         for each in a
-        if each.name in theirs
-        and (each.kind, each.digest) != (theirs[each.name].kind, theirs[each.name].digest)
+        if each.name in theirs and (each.kind, each.digest) != (theirs[each.name].kind, theirs[each.name].digest)
     )
 
 

@@ -120,9 +120,7 @@ def weight_hashes(
     return {name: digest for name, digest in hashes.items() if digest is not None}
 
 
-def weight_hash(
-    model: nn.Module, *, group: dist.ProcessGroup | None = None, per_rank: Collection[str] = ()
-) -> str:
+def weight_hash(model: nn.Module, *, group: dist.ProcessGroup | None = None, per_rank: Collection[str] = ()) -> str:
     """Hashes a whole model: the FQN and the hash of every tensor of :func:`weight_hashes`, in any order.
 
     Args:
@@ -190,9 +188,7 @@ def _as_in_checkpoints(named: Iterable[tuple[str, T]]) -> dict[str, T]:
 def _sum_over_ranks(parts: list[LocalPart], local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Adds the shards up, int64 [len(parts), 2], and checks the replicas, in one all-reduce."""
     counted = torch.tensor([[int(part.replica == 0)] for part in parts], device=local.device)
-    weights = torch.tensor(
-        [[replica_weight(part.replica, part.num_replicas)] for part in parts], device=local.device
-    )
+    weights = torch.tensor([[replica_weight(part.replica, part.num_replicas)] for part in parts], device=local.device)
     table = torch.cat([local * counted, local * weights], dim=1)
     dist.all_reduce(table, group=group)
     check_replicas(parts, local, table[:, 2:], group)

@@ -136,9 +136,7 @@ def _launch(
         store = str(Path(folder) / "store")
         pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
         processes = [
-            context.Process(
-                target=_rank_main, args=(fn, rank, num_ranks, backend, store, args, sender), daemon=True
-            )
+            context.Process(target=_rank_main, args=(fn, rank, num_ranks, backend, store, args, sender), daemon=True)
             for rank, (_, sender) in enumerate(pipes)
         ]
         for process in processes:

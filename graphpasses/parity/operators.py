@@ -64,9 +64,7 @@ def read_operators(path: str | os.PathLike[str], rank: int, step: int) -> Operat
                     raise ValueError(f"operator {operators[-1].position} follows {len(operators) - 2}")
             elif start is not None and isinstance(data, dict):
                 if data["end"] != step or data["num_operators"] != len(operators):
-                    raise ValueError(
-                        f"step {step} has {data['num_operators']} operators, not {len(operators)}"
-                    )
+                    raise ValueError(f"step {step} has {data['num_operators']} operators, not {len(operators)}")
                 end = _values(data["values"])
         except (ValueError, KeyError, TypeError) as error:
             raise RunFileError(f"'{file}' is damaged in line {number}: {error}") from None

@@ -262,9 +262,7 @@ class ParityRecorder:
     def _losses(self, loss: Tensor | float) -> Loss:
         if isinstance(loss, DTensor):
             if not all(placement.is_replicate() for placement in loss.placements):
-                raise UnsupportedError(
-                    f"cannot record a loss placed as {list(loss.placements)}; replicate it first"
-                )
+                raise UnsupportedError(f"cannot record a loss placed as {list(loss.placements)}; replicate it first")
             loss = loss.to_local()
         loss = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
         if loss.numel() != 1 or loss.element_size() not in _WORDS:
@@ -313,9 +311,7 @@ def _unwrapped(layout: Layout) -> Layout:
     """Returns a layout under the names that the weights are recorded under."""
     return Layout(
         tuple(
-            replace(
-                bucket, entries=tuple(replace(each, fqn=unwrapped_name(each.fqn)) for each in bucket.entries)
-            )
+            replace(bucket, entries=tuple(replace(each, fqn=unwrapped_name(each.fqn)) for each in bucket.entries))
             for bucket in layout.buckets
         )
     )

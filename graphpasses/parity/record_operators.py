@@ -35,9 +35,7 @@ class OperatorFile:
             self._path.unlink(missing_ok=True)
 
     @contextmanager
-    def step(
-        self, step: int, model: nn.Module, batch: Iterable[Any], keep: Iterable[int] = ()
-    ) -> Iterator[None]:
+    def step(self, step: int, model: nn.Module, batch: Iterable[Any], keep: Iterable[int] = ()) -> Iterator[None]:
         """Writes the operators of a block, and to a file beside the tensors of those at the positions ``keep``."""
         with ExitStack() as stack:
             file: BinaryIO | None = None

@@ -74,9 +74,7 @@ def _moves_by_parameter(divergence: Divergence) -> list[tuple[str, list[Place], 
     """Returns each moved parameter and its places in both runs; with HSDP it has several in each."""
     found: dict[str, tuple[list[Place], list[Place]]] = {}
     for move in divergence.moves:
-        for places, place in zip(
-            found.setdefault(move.fqn, ([], [])), (move.before, move.after), strict=True
-        ):
+        for places, place in zip(found.setdefault(move.fqn, ([], [])), (move.before, move.after), strict=True):
             if place is not None:
                 places.append(place)
     return [(fqn, a, b) for fqn, (a, b) in found.items()]
@@ -101,9 +99,7 @@ def render_comparison(comparison: Comparison, *, max_tensors: int = 20) -> Rende
     elif comparison.equal:
         lines.append(Text(f"equal: all {comparison.num_steps} common steps, bit for bit", style="bold green"))
     else:
-        text = (
-            f"not compared whole: what both runs have of {comparison.num_steps} steps is equal, bit for bit"
-        )
+        text = f"not compared whole: what both runs have of {comparison.num_steps} steps is equal, bit for bit"
         lines.append(Text(text, style="bold yellow"))
     lines += [Text(f"not compared: {gap.text}") for gap in comparison.gaps]
     if comparison.gaps:
@@ -142,9 +138,7 @@ def _render_divergence(divergence: Divergence, max_tensors: int) -> Iterable[Ren
     yield from _table(("moved in its bucket", "A", "B"), moves, max_tensors, "entries")
 
 
-def _table(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], limit: int, what: str
-) -> Iterable[RenderableType]:
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], limit: int, what: str) -> Iterable[RenderableType]:
     if not rows:
         return
     table = plain_table(*columns)

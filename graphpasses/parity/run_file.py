@@ -146,9 +146,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
             if "end" in record:
                 ended = True
                 if record["num_steps"] != len(steps):
-                    raise ValueError(
-                        f"the run ended after {record['num_steps']} steps, the file has {len(steps)}"
-                    )
+                    raise ValueError(f"the run ended after {record['num_steps']} steps, the file has {len(steps)}")
                 continue
             if "layouts" in record:
                 header = replace(header, layouts=_layout_from(record["layouts"]))
@@ -163,9 +161,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunFileError(f"'{path}' is damaged in line {number}: {_reason(error)}") from None
     if ended and rest:
-        raise RunFileError(
-            f"'{path}' is damaged in line {len(lines) + 1}: it follows the line that ends the run"
-        )
+        raise RunFileError(f"'{path}' is damaged in line {len(lines) + 1}: it follows the line that ends the run")
     return Run(path, header, tuple(steps), ended, passes)
 
 

@@ -43,8 +43,7 @@ def diff_lines(before: Sequence[Line], after: Sequence[Line]) -> tuple[tuple[Hun
     sides = []
     for lines, mark, other in ((before, "-", texts[1]), (after, "+", texts[0])):
         marks = [
-            " " if line.node in staying else "~" if other.get(line.node) == line.text else mark
-            for line in lines
+            " " if line.node in staying else "~" if other.get(line.node) == line.text else mark for line in lines
         ]
         sides.append(_Side(lines, marks))
     places_of: dict[object, list[tuple[slice, slice]]] = {}
@@ -84,9 +83,7 @@ class _Side:
         return tuple(shown)
 
 
-def _places(
-    kept: Sequence[tuple[int, int]], num_before: int, num_after: int
-) -> Iterator[tuple[slice, slice]]:
+def _places(kept: Sequence[tuple[int, int]], num_before: int, num_after: int) -> Iterator[tuple[slice, slice]]:
     """Yields where lines changed, before and after; places with few lines between them that stayed are one."""
     changed: list[tuple[slice, slice]] = []
     for (i, j), (next_i, next_j) in itertools.pairwise([(-1, -1), *kept, (num_before, num_after)]):

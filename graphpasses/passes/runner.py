@@ -160,9 +160,7 @@ class Pipeline:
         for index, p in enumerate(self.passes):
             late = [name for name in names[index + 1 :] if name in p.runs_after]
             if late:
-                raise PipelineError(
-                    f"pass {p.name!r} must run after {late[0]!r}: move it later in the pipeline"
-                )
+                raise PipelineError(f"pass {p.name!r} must run after {late[0]!r}: move it later in the pipeline")
 
     def at(self, stage: Stage) -> Pipeline:
         """Returns the pipeline of those passes that accept graphs of a stage.
@@ -215,9 +213,7 @@ class Pipeline:
             with paused_gc():
                 rewritten = graph.copy()
                 folder = Path(dump) if dump is not None else None
-                reports, rounded = self._rewrite(
-                    rewritten, folder, graph_diff, keeps_rounded=prove is not False
-                )
+                reports, rounded = self._rewrite(rewritten, folder, graph_diff, keeps_rounded=prove is not False)
             if prove is not False:
                 stage("proves that the passes keep bits")
             certificate = None if prove is False else self._prove(graph, rewritten, rounded)
@@ -263,9 +259,7 @@ class Pipeline:
                 original, passes = each.made, passes[end + 1 :]
         return joined(certificates)
 
-    def _prove_part(
-        self, original: TrainGraph, graph: TrainGraph, passes: Sequence[GraphPass]
-    ) -> Certificate:
+    def _prove_part(self, original: TrainGraph, graph: TrainGraph, passes: Sequence[GraphPass]) -> Certificate:
         layout = next((found for p in passes if (found := getattr(p, "expected_layout", None))), None)
         is_planned = any(getattr(p, "plan", None) is not None for p in passes)
         try:

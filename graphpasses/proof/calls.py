@@ -110,8 +110,7 @@ class Calls(Memory):
             [place.view for place in self._facts.places[node] if place is not None],
         )
         made = [
-            Made(view.shape, view.dtype, fake.device)
-            for view, (fake, _) in zip(views, leaves(fakes), strict=True)
+            Made(view.shape, view.dtype, fake.device) for view, (fake, _) in zip(views, leaves(fakes), strict=True)
         ]
         return made if isinstance(fakes, (list, tuple)) else made[0]
 
@@ -195,9 +194,7 @@ class Calls(Memory):
         written = [view.base for view in views(call)]
         values = {name: _written_bases(view, call.bases) for name, view in call.writes.items()}
         args, kwargs = bind_named(call.op, {**call.reads, **values})
-        key = self._after_others(
-            is_seeded(call.op), not is_function(call.op), self._call(call.op, args, kwargs)
-        )
+        key = self._after_others(is_seeded(call.op), not is_function(call.op), self._call(call.op, args, kwargs))
         fakes = list(self._facts[node])
         results = [
             self.opaque(node, fake, key, index if call.num_results > 1 else None)

@@ -92,9 +92,7 @@ def _where_unlike(x: Any, y: Any) -> str:
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
         return "" if x == y else f"{x} becomes {y}"
     if (x.dtype, x.shape) != (y.dtype, y.shape):
-        return (
-            f"a tensor of {x.dtype} and shape {tuple(x.shape)} becomes one of {y.dtype} and {tuple(y.shape)}"
-        )
+        return f"a tensor of {x.dtype} and shape {tuple(x.shape)} becomes one of {y.dtype} and {tuple(y.shape)}"
     with outside_tracing():
         flat = [each.resolve_conj().reshape(-1, 1).contiguous() for each in (x, y)]
         bits = [each.view(torch.uint8).view(each.shape[0], -1) for each in flat]

@@ -62,9 +62,7 @@ def _short(value: Any) -> str:
     return text if len(text) < 80 else f"{text[:60]} …"
 
 
-def find_difference(
-    values: Values, before: Evaluated, after: Evaluated, one: Value, two: Value
-) -> Difference:
+def find_difference(values: Values, before: Evaluated, after: Evaluated, one: Value, two: Value) -> Difference:
     """Follows two different values to their inputs, as long as the same operators made them."""
     nodes: tuple[fx.Node | None, fx.Node | None] = (None, None)
     while True:
@@ -184,9 +182,7 @@ def _keys(values: Values, a: Any, b: Any) -> _Leaf | tuple[Value, Value]:
 def _unlike(values: Values, one: int, two: int) -> _Leaf:
     a, b = _operator(values, one), _operator(values, two)
     reason = f"{a} became {b}" if a != b else f"{a} is another"
-    return _Leaf(
-        reason, _unknown(*(values.key(each)[1] for each in (one, two) if values.key(each)[0] == "result"))
-    )
+    return _Leaf(reason, _unknown(*(values.key(each)[1] for each in (one, two) if values.key(each)[0] == "result")))
 
 
 def _first_unlike(a: Any, b: Any) -> tuple[Any, Any]:

@@ -144,8 +144,7 @@ class EagerGradients:
             return "it cannot be followed into the bucket"
         for total in self._sums(reductions, sent.dtype):
             if total is not None and any(
-                self._rows(info, each, shards) is columns
-                for each in (total, *self._all_reduced(total, columns))
+                self._rows(info, each, shards) is columns for each in (total, *self._all_reduced(total, columns))
             ):
                 return ""
         return "what is reduced is not autograd's sum of its uses, in order of arrival"

@@ -96,9 +96,7 @@ def cast(values: Values, x: Value, dtype: torch.dtype) -> Value:
 
     def apply(element: torch.Tensor) -> torch.Tensor | None:
         made = element.to(dtype)
-        return (
-            made if torch.equal(made.to(element.dtype), element) else None
-        )  # devices round alike, but to integers
+        return made if torch.equal(made.to(element.dtype), element) else None  # devices round alike, but to integers
 
     terms = [term_of(values, piece.source, "neg") for piece in x.pieces or ()]
     are_negatives = terms and all(term is not None and term.dtype == x.dtype for term in terms)
@@ -118,9 +116,7 @@ def _holds_all(wide: torch.dtype | None, narrow: torch.dtype) -> bool:
     return wide in _INTEGERS and narrow in (torch.bool, *_INTEGERS[: _INTEGERS.index(wide)])
 
 
-_SCALING = (
-    "a product or quotient with a number depends on one element alone, is rounded once, and with 1 not at all"
-)
+_SCALING = "a product or quotient with a number depends on one element alone, is rounded once, and with 1 not at all"
 
 
 def _scaled(name: str, target: Any) -> Rule:
@@ -223,9 +219,7 @@ def _lifted(
     return values.moved(dtype, x.shape, pieces)
 
 
-def _of_constant(
-    key: Any, dtype: torch.dtype | None, apply: Callable[[torch.Tensor], torch.Tensor | None]
-) -> Any:
+def _of_constant(key: Any, dtype: torch.dtype | None, apply: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
     """Returns what an operator makes of a constant; None where another device may make another, or a CPU none."""
     if key[0] != "constant" or key[1] != dtype or key[3] is None:
         return None
@@ -296,9 +290,7 @@ def _view_dtype(values: Values, result: Any, x: Value, dtype: torch.dtype) -> Re
         return None
     old, new = x.dtype.itemsize, dtype.itemsize
     if new == 1 and old > 1:
-        return values.moved(
-            dtype, tuple(result.shape), tuple(_bytes(values, piece, old) for piece in x.pieces)
-        )
+        return values.moved(dtype, tuple(result.shape), tuple(_bytes(values, piece, old) for piece in x.pieces))
     if old == 1 and new > 1:
         found = [_of_bytes(values, piece, dtype) for piece in x.pieces]
         kept = tuple(piece for piece in found if piece is not None)

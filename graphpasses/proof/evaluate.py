@@ -204,9 +204,7 @@ class Evaluation(Calls):
         if node.target in (READ_RANDOM_STATE, SET_RANDOM_STATE):
             return self._random_state(node, fake)
         call = read_functionalized_call(node)
-        if call is not None and all(
-            isinstance(each, WrittenView) and each.view is None for each in views(call)
-        ):
+        if call is not None and all(isinstance(each, WrittenView) and each.view is None for each in views(call)):
             return self._functionalized(node, call)
         if is_elementwise_on_lists(node.target) and not self._overlaps(node, names_written(node)):
             return self._each(node)

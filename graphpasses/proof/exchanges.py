@@ -60,18 +60,14 @@ class Exchanges:
         """Whether a number is that of what was packed."""
         return packed in self._packed
 
-    def send(
-        self, sent: int, received: int, outputs: Sequence[Any], inputs: Sequence[Any], group: Hashable
-    ) -> None:
+    def send(self, sent: int, received: int, outputs: Sequence[Any], inputs: Sequence[Any], group: Hashable) -> None:
         """Notes an all-to-all, if it is of what was packed."""
         if sent in self._packed:
             packed = self._packed[sent]
             if self._totals(packed.inputs, packed.splits) == self._sizes(inputs):
                 self._received[received] = packed, self._sizes(outputs), group
 
-    def unpack(
-        self, received: int, given: Sequence[Any], splits: Sequence[Hashable]
-    ) -> list[tuple[Any, ...]] | None:
+    def unpack(self, received: int, given: Sequence[Any], splits: Sequence[Hashable]) -> list[tuple[Any, ...]] | None:
         """Returns the arguments of the all-to-alls that a call unpacks; None where it does not undo the packing."""
         if received not in self._received:
             return None

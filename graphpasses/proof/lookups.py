@@ -76,8 +76,7 @@ class _Member:
         ends = [*sorted({table.first_row for table in self.tables}), self.num_rows]
         rows = {first: end - first for first, end in pairwise(ends)}
         return {
-            (table.weights, table.weights + rows[table.first_row] * table.dim * itemsize)
-            for table in self.tables
+            (table.weights, table.weights + rows[table.first_row] * table.dim * itemsize) for table in self.tables
         }
 
 
@@ -122,9 +121,7 @@ def _bags(call: LookupCall) -> tuple[fx.Node | None, ...]:
     return tuple(call.arguments[name] for name in ("indices", "offsets", "indice_weights"))
 
 
-def _member(
-    call: LookupCall, bags: tuple[fx.Node | None, ...], features: slice, end: int | None = None
-) -> _Member:
+def _member(call: LookupCall, bags: tuple[fx.Node | None, ...], features: slice, end: int | None = None) -> _Member:
     layout = call.layout()
     weights, *states = call.state_tensors
     first = layout.first_rows[features][0]
@@ -157,9 +154,7 @@ def _members(call: LookupCall) -> list[_Member]:
         return []
     ids, ends, num_features, _ = join.args
     parts: Any = [None] * len(ids) if weights is None else weights.args[0]  # type: ignore[arg-type]
-    if weights is not None and (
-        weights.target != aten.cat.default or len(weights.args) != 1 or weights.kwargs
-    ):
+    if weights is not None and (weights.target != aten.cat.default or len(weights.args) != 1 or weights.kwargs):
         return []
     starts = [0, *accumulate(num_features)]  # type: ignore[arg-type]
     layout = call.layout()

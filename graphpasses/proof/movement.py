@@ -34,9 +34,7 @@ IDENTITIES = (
 """What returns the tensor that it is given, or a copy, whatever its shape; a wait does for what came already."""
 
 OFFLOADED = "offloading"
-AXIOMS[OFFLOADED] = (
-    "ao.offload and ao.reload copy a tensor; ao.wait_tensor waits for that, and frees its source"
-)
+AXIOMS[OFFLOADED] = "ao.offload and ao.reload copy a tensor; ao.wait_tensor waits for that, and frees its source"
 
 # ---- what keeps all elements in their order -----------------------------------------------------------------------
 
@@ -110,8 +108,7 @@ def seen(view: Any, shape: tuple[int, ...], args: tuple[Any, ...]) -> tuple[bool
             return False, []
     are_several = isinstance(made, (list, tuple))
     return are_several, [
-        (tuple(each.shape), each.stride(), int(each.storage_offset()))
-        for each in (made if are_several else [made])
+        (tuple(each.shape), each.stride(), int(each.storage_offset())) for each in (made if are_several else [made])
     ]
 
 
@@ -135,9 +132,7 @@ def _stack(values: Values, result: Any, parts: Sequence[Value], dim: int = 0) ->
         return None
     shape = tuple(result.shape)
     dim %= len(shape)
-    rows = [
-        values.moved(each.dtype, (*shape[:dim], 1, *shape[dim + 1 :]), each.pieces or ()) for each in parts
-    ]
+    rows = [values.moved(each.dtype, (*shape[:dim], 1, *shape[dim + 1 :]), each.pieces or ()) for each in parts]
     return _concatenated(values, rows, dim, shape)
 
 
@@ -191,9 +186,7 @@ def _padded(
             border = values.tensor(x.dtype, shape, values.source(key, math.prod(shape)))
         parts = [border, x] if len(parts) == 1 else [*parts, border]
     kept = [part for part in parts if part.numel] or [x]
-    return _concatenated(
-        values, kept, dim, (*x.shape[:dim], x.shape[dim] + before + behind, *x.shape[dim + 1 :])
-    )
+    return _concatenated(values, kept, dim, (*x.shape[:dim], x.shape[dim] + before + behind, *x.shape[dim + 1 :]))
 
 
 def _concatenated(values: Values, parts: Sequence[Value], dim: int, shape: tuple[int, ...]) -> Value | None:

@@ -132,9 +132,7 @@ def _rows(piece: Piece, dims: Sequence[tuple[int, int, int]], index: int) -> int
     if piece.dims == others:
         return 1
     is_alike = len(piece.dims) == len(dims) and piece.dims[index][1:] == dims[index][1:]
-    return (
-        piece.dims[index][0] if is_alike and (*piece.dims[:index], *piece.dims[index + 1 :]) == others else 0
-    )
+    return piece.dims[index][0] if is_alike and (*piece.dims[:index], *piece.dims[index + 1 :]) == others else 0
 
 
 def _stack(one: Piece, two: Piece) -> Piece | None:
@@ -200,9 +198,7 @@ def _box(piece: Piece, shape: Sequence[int], strides: Sequence[int]) -> _Box | l
     dims = []
     for index, (size, step, source) in enumerate(piece.dims):
         dim = next(
-            dim
-            for dim, stride in enumerate(strides)
-            if stride <= step and (shape[dim] > 1 or dim == len(shape) - 1)
+            dim for dim, stride in enumerate(strides) if stride <= step and (shape[dim] > 1 or dim == len(shape) - 1)
         )
         stride = strides[dim]
         if step % stride:
@@ -229,14 +225,9 @@ def _box(piece: Piece, shape: Sequence[int], strides: Sequence[int]) -> _Box | l
             parts = [part(0, (head, step, source)), part(head, (size - head, step, source))]
         else:
             num_whole, tail = divmod(size, period)
-            parts = [part(0, (num_whole, period * step, period * source), (period, step, source))] * (
-                num_whole > 0
-            )
+            parts = [part(0, (num_whole, period * step, period * source), (period, step, source))] * (num_whole > 0)
             parts += [part(num_whole * period, (tail, step, source))] * (tail > 0)
-        return [
-            each_part._replace(dims=tuple(dim for dim in each_part.dims if dim[0] != 1))
-            for each_part in parts
-        ]
+        return [each_part._replace(dims=tuple(dim for dim in each_part.dims if dim[0] != 1)) for each_part in parts]
     return _Box(corner, tuple(dims), piece.source, piece.offset)
 
 

@@ -252,9 +252,7 @@ class _Proof:
         elif trial.reason:
             self.refused.append((name, replace_fields(found, shown=f"it cannot be run here: {trial.reason}")))
         else:
-            self.unproved.append(
-                (name, f"no rule says that it is the same, as it is on random inputs: {found}")
-            )
+            self.unproved.append((name, f"no rule says that it is the same, as it is on random inputs: {found}"))
 
     def _has_sizes_of_data(self) -> bool:
         """Whether a tensor that comes from outside has a size that is not known, so that nothing can be run."""
@@ -307,9 +305,7 @@ class _Proof:
                 self.two.axioms.add("eager's place")
                 self.proved.append(name)
             else:
-                self.unproved.append(
-                    (name, "its summands are autograd's, but where eager reduces it was not given")
-                )
+                self.unproved.append((name, "its summands are autograd's, but where eager reduces it was not given"))
             return
         if one is None or two is None:
             if self.two.unknown:
@@ -366,12 +362,7 @@ class _Proof:
 
     def _unlike_eager(self, name: str, two: Value | None) -> str | None:
         """Returns how a gradient differs from eager's; None where nothing is known of eager's."""
-        if (
-            self._eager is None
-            or two is None
-            or two.pieces is None
-            or not name.startswith("the gradient of ")
-        ):
+        if self._eager is None or two is None or two.pieces is None or not name.startswith("the gradient of "):
             return None
         return self._eager.difference(_parameter_of(name), two)
 

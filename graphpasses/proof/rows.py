@@ -98,8 +98,7 @@ def _picks_inside(target: Any, _: Any, x: Any, *args: Any) -> bool:
     for num_rows in (3, 5):
         _, views = seen(target, (num_rows, *x.shape[1:]), given)
         if not views or any(
-            sizes[:1] != (num_rows,) or steps[0] != x.numel or offset >= x.numel
-            for sizes, steps, offset in views
+            sizes[:1] != (num_rows,) or steps[0] != x.numel or offset >= x.numel for sizes, steps, offset in views
         ):
             return False
         places.append([(sizes[1:], steps[1:], offset) for sizes, steps, offset in views])

@@ -23,9 +23,7 @@ class Kind(NamedTuple):
     """What terms of a kind are."""
 
     words: str  # what people call one, from its parameters
-    compute: Callable[..., torch.Tensor] | None = (
-        None  # of tensors and the parameters; None where it takes more
-    )
+    compute: Callable[..., torch.Tensor] | None = None  # of tensors and the parameters; None where it takes more
 
 
 KINDS = {

@@ -60,9 +60,7 @@ class TorchCalls(Evaluation):
     def opaque(self, node: fx.Node, fake: Any, key: Hashable, part: int | None = None) -> Result:
         """Returns a value into which no rule looks; each empty tensor is one, made for the gradient that it gets."""
         if isinstance(fake, torch.Tensor) and any(type(size) is int and not size for size in fake.shape):
-            return self._table.other(
-                ("result", key, part, fake.dtype, tuple(map(str, fake.shape))), fake.dtype
-            )
+            return self._table.other(("result", key, part, fake.dtype, tuple(map(str, fake.shape))), fake.dtype)
         return super().opaque(node, fake, key, part)
 
     def _value(self, node: fx.Node) -> Result:

@@ -92,9 +92,7 @@ class Speeds:
                 )
         for algorithm in self.algorithms:
             if algorithm not in get_args(Algorithm):
-                raise TopologyError(
-                    f'algorithms has "{algorithm}"; it must be of {", ".join(get_args(Algorithm))}'
-                )
+                raise TopologyError(f'algorithms has "{algorithm}"; it must be of {", ".join(get_args(Algorithm))}')
         try:
             dtype_bytes(self.param_dtype)
         except LayoutError:

@@ -25,9 +25,7 @@ class StepTime:
         return max(0.0, self.wire - self.exposed)  # sums of floats differ by their rounding
 
 
-def replay(
-    traffic: Traffic, wire: Callable[[Transfer], float], compute: Callable[[int, int], float]
-) -> StepTime:
+def replay(traffic: Traffic, wire: Callable[[Transfer], float], compute: Callable[[int, int], float]) -> StepTime:
     """Plays a step on two streams: one computes, one has the wire, on which collectives go one after the other.
 
     A collective starts when it is launched and the one before it has ended. A wait holds compute up until its

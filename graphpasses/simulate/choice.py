@@ -82,9 +82,7 @@ def choose(
     # Where the environment leaves one, nothing of the hardware matters.
     assumed = topology.hardware.assumed if len(times) > 1 else ()
     if log is not None and log.costs(collective):
-        rest = tuple(
-            each for each in assumed if each.split()[0] in ("nccl_version", "compute_capability", "nvls")
-        )
+        rest = tuple(each for each in assumed if each.split()[0] in ("nccl_version", "compute_capability", "nvls"))
         return Choice(best[0], best[1], "the log's latencies and bandwidths, which it rounds", times, rest)
     if assumed and topology.num_search_rings is None:
         assumed += (f"num_search_rings {search_channels(topology)}",)
@@ -111,6 +109,4 @@ def played(
             f"NCCL_ALGO={collective.replace('_', '')}:ring in the run and Hardware(algorithms=...) here, or "
             'Topology(algorithm="ring")'
         )
-    return replace(
-        topology, algorithm=cast(Algorithm, choice.algorithm), protocol=cast(Protocol, choice.protocol)
-    )
+    return replace(topology, algorithm=cast(Algorithm, choice.algorithm), protocol=cast(Protocol, choice.protocol))

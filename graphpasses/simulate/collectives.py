@@ -77,9 +77,7 @@ def simulate_reduce_scatter(
         return list(result)
     topology = played(topology, "reduce_scatter", count, inputs[0].element_size(), op)
     channel_rings = rings(topology)
-    for channel, part in enumerate(
-        channel_parts(topology, "reduce_scatter", count, inputs[0].element_size())
-    ):
+    for channel, part in enumerate(channel_parts(topology, "reduce_scatter", count, inputs[0].element_size())):
         # At each hop every destination adds another rank's part: its successor's on the ring, then the next one's.
         ring = torch.tensor(channel_rings[channel])
         hops = torch.stack([ring.roll(-1 - hop) for hop in range(len(ring))])
@@ -123,7 +121,6 @@ def _common_length(inputs: Sequence[Tensor] | Tensor, topology: Topology) -> int
     shapes = {tuple(tensor.shape) for tensor in inputs}
     if len(inputs) != topology.num_ranks or len(shapes) != 1 or inputs[0].dim() != 1:
         raise ValueError(
-            f"expected {topology.num_ranks} flat inputs of one length, "
-            f"got {len(inputs)} of shapes {sorted(shapes)}"
+            f"expected {topology.num_ranks} flat inputs of one length, got {len(inputs)} of shapes {sorted(shapes)}"
         )
     return len(inputs[0])

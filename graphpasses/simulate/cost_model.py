@@ -69,9 +69,7 @@ def time(
         power = max(0, (num_bytes >> 6).bit_length() - 1)
         corrected = algorithm == "tree" and power < 23
         # x86 is assumed where Hardware has no other CPU.
-        corrected |= (
-            algorithm == "nvls_tree" and power < 24 and capability >= 100 and hardware.at_least(2, 29)
-        )
+        corrected |= algorithm == "nvls_tree" and power < 24 and capability >= 100 and hardware.at_least(2, 29)
         if corrected:
             bandwidth *= constants.TREE_CORRECTION[protocol][power]
         is_long = num_bytes // (topology.num_channels * topology.num_ranks) >= 64
@@ -128,9 +126,7 @@ def _is_enabled(topology: Topology, collective: str, algorithm: str, protocol: s
         return True
     capability = hardware.get("compute_capability")
     known = {70, 80, 90} if not hardware.at_least(2, 25) else {70, 80, 90, 100, 120}
-    return bool(
-        hardware.get("nvlink") and (capability >= 70 if hardware.at_least(2, 27) else capability in known)
-    )
+    return bool(hardware.get("nvlink") and (capability >= 70 if hardware.at_least(2, 27) else capability in known))
 
 
 def _bandwidth(topology: Topology, collective: str, algorithm: str, protocol: str) -> float:
@@ -160,9 +156,7 @@ def _bandwidth(topology: Topology, collective: str, algorithm: str, protocol: st
     return _nvls_bandwidth(topology, collective, algorithm, inter, num_steps)
 
 
-def _nvls_bandwidth(
-    topology: Topology, collective: str, algorithm: str, inter: float, num_steps: int
-) -> float:
+def _nvls_bandwidth(topology: Topology, collective: str, algorithm: str, inter: float, num_steps: int) -> float:
     intra = float(topology.hardware.get("nvls_bandwidth"))
     hardware, num_nodes, heads = topology.hardware, topology.num_nodes, topology.gpus_per_node
     if num_nodes == 1 and hardware.inter_bandwidth is None:

@@ -39,9 +39,7 @@ class Replicas:
     @property
     def apart(self) -> str:
         """The first line whose holders may differ, "|" between those that may, and how many more lines there are."""
-        lines = [
-            "|".join(" ".join(map(str, same)) for same in line) for line in self.holders if len(line) > 1
-        ]
+        lines = ["|".join(" ".join(map(str, same)) for same in line) for line in self.holders if len(line) > 1]
         return some(lines, 1)
 
 
@@ -133,9 +131,7 @@ def find_drift(
     for fqn, of_it in places.items():
         steps = [_step(place, topology, axes) for place in of_it]
         apart = sharded.get(fqn, set()).union(*(step.axes for step in steps if step.is_scatter))
-        found += _replicas(
-            fqn, steps, axes, [axis for axis, size in axes.items() if size > 1 and axis not in apart]
-        )
+        found += _replicas(fqn, steps, axes, [axis for axis, size in axes.items() if size > 1 and axis not in apart])
     return Drift(tuple(found))
 
 
@@ -145,9 +141,7 @@ def _sharded_axes(model: nn.Module) -> dict[str, set[str]]:
         if isinstance(parameter, DTensor):
             names = parameter.device_mesh.mesh_dim_names or ()
             pairs = zip(names, parameter.placements, strict=False)
-            found[identity.canonical(fqn)] = {
-                name for name, placement in pairs if not placement.is_replicate()
-            }
+            found[identity.canonical(fqn)] = {name for name, placement in pairs if not placement.is_replicate()}
     return found
 
 
@@ -167,9 +161,7 @@ def _groups(
     """Returns the axes along which a group lies, and all groups that do, with their topologies; {} if it is none."""
     places = [torch.unravel_index(torch.tensor(rank), tuple(size for _, size in axes)) for rank in ranks]
     along = frozenset(
-        name
-        for (name, _), at in zip(axes, zip(*places, strict=True), strict=True)
-        if len({*map(int, at)}) > 1
+        name for (name, _), at in zip(axes, zip(*places, strict=True), strict=True) if len({*map(int, at)}) > 1
     )
     groups = _lines(dict(axes), along)
     return along, {group: topology.restrict(group) for group in groups} if ranks in groups else {}
@@ -195,9 +187,7 @@ def _step(place: Place, topology: Topology, axes: Mapping[str, int]) -> _Step:
     return _Step(place, along, {ranks: found[group] for ranks, group in groups.items()}, trouble)
 
 
-def _replicas(
-    fqn: str, steps: Sequence[_Step], axes: Mapping[str, int], shared: Sequence[str]
-) -> Iterator[Replicas]:
+def _replicas(fqn: str, steps: Sequence[_Step], axes: Mapping[str, int], shared: Sequence[str]) -> Iterator[Replicas]:
     trouble = next((step.trouble for step in steps if step.trouble), "")
     if len({step.place.padded_numel for step in steps}) > 1:
         trouble, steps = "it is reduced whole and then scattered, which is not followed", steps[-1:]
@@ -215,9 +205,7 @@ def _replicas(
         yield Replicas(fqn, axis, bits, tuple(holders), "; ".join(filter(None, (why, trouble))))
 
 
-def _sums(
-    steps: Sequence[_Step], axes: Mapping[str, int]
-) -> tuple[list[_Orders], dict[int, tuple[int, ...]]]:
+def _sums(steps: Sequence[_Step], axes: Mapping[str, int]) -> tuple[list[_Orders], dict[int, tuple[int, ...]]]:
     """Returns orders of the steps' groups, and by rank the numbers of its sums, one for each of these orders.
 
     Elements that all groups of each step add in one order are left out: there ranks that held the same get the same.
@@ -263,13 +251,9 @@ def _why(
     ranks: Sequence[int],
 ) -> str:
     """Says which groups of two ranks add in which other orders."""
-    index = next(
-        i for i, pair in enumerate(zip(*(sums[rank] for rank in ranks), strict=True)) if len({*pair}) > 1
-    )
+    index = next(i for i, pair in enumerate(zip(*(sums[rank] for rank in ranks), strict=True)) if len({*pair}) > 1)
     for step, of_groups in reversed([*zip(steps, orders[index], strict=True)]):
-        found = [
-            (group, order) for group, order in zip(step.runs, of_groups, strict=True) if {*group} & {*ranks}
-        ]
+        found = [(group, order) for group, order in zip(step.runs, of_groups, strict=True) if {*group} & {*ranks}]
         if len({order for _, order in found}) > 1:
             texts = (show_order(order, group, 8) for group, order in found)
             return f"{step.place.collective} over {' and '.join(sorted(step.axes))} adds {'; '.join(texts)}"

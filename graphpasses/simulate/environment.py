@@ -11,9 +11,7 @@ from graphpasses.simulate.hardware import Hardware
 from graphpasses.simulate.rings import Topology
 from graphpasses.simulate.tuning_log import ALGORITHMS, PROTOCOLS
 
-VARIABLES = frozenset(
-    {"NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_CROSS_NIC"}
-)
+VARIABLES = frozenset({"NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_CROSS_NIC"})
 """Those that are read."""
 
 _FUNCTIONS = ("broadcast", "reduce", "allgather", "reducescatter", "allreduce")

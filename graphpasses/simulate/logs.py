@@ -58,8 +58,7 @@ def parse_nccl_log(text: str) -> tuple[Ring, ...]:
         )
     if len(totals) > 1 or sorted(found) != list(range(max(totals))):
         raise TopologyError(
-            f"the log names channels {sorted(found)} out of {sorted(totals)}; "
-            "keep all lines of one communicator"
+            f"the log names channels {sorted(found)} out of {sorted(totals)}; keep all lines of one communicator"
         )
     for channel, ring in found.items():
         if sorted(ring) != list(range(len(found[0]))):
@@ -101,12 +100,8 @@ def parse_trees(text: str, num_ranks: int, num_channels: int) -> tuple[Tree, ...
     for (channel, rank), (children, _) in found.items():
         for child in children:
             if found.get((channel, child), ((), None))[1] != rank:
-                raise TopologyError(
-                    f"rank {child} is not below rank {rank} on both lines of channel {channel}"
-                )
-    return tuple(
-        tuple(found[channel, rank][0] for rank in range(num_ranks)) for channel in range(num_channels)
-    )
+                raise TopologyError(f"rank {child} is not below rank {rank} on both lines of channel {channel}")
+    return tuple(tuple(found[channel, rank][0] for rank in range(num_ranks)) for channel in range(num_channels))
 
 
 def topology_from_log(text: str, *, gpus_per_node: int, **options: Any) -> Topology:
@@ -137,9 +132,7 @@ def topology_from_log(text: str, *, gpus_per_node: int, **options: Any) -> Topol
         raise TopologyError(f"the log's run has {unknown[0]} set, which changes chunks and is not modelled")
     versions = sorted(set(_VERSION.findall(text)))
     if len(versions) > 1:
-        raise TopologyError(
-            f"the log is of several versions of NCCL, {' and '.join(versions)}; give one run's"
-        )
+        raise TopologyError(f"the log is of several versions of NCCL, {' and '.join(versions)}; give one run's")
     hardware = replace(
         hardware,
         nccl_version=versions[0] if versions else hardware.nccl_version,

@@ -57,9 +57,7 @@ def num_channels(topology: Topology, num_bytes: int) -> int:
     Source: NCCL ``src/enqueue.cc`` (``topoGetAlgoInfo``).
     """
     if "auto" in (topology.algorithm, topology.protocol):
-        raise TopologyError(
-            'algorithm or protocol is "auto"; ask graphpasses.simulate.played what NCCL takes'
-        )
+        raise TopologyError('algorithm or protocol is "auto"; ask graphpasses.simulate.played what NCCL takes')
     num_threads = _NUM_THREADS[topology.protocol]
     if (topology.protocol, topology.algorithm) == ("simple", "ring") and _is_slow(topology):
         num_threads = 256

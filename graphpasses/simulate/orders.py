@@ -67,9 +67,7 @@ def place_runs(place: Place, group: Topology) -> Runs:
     first, last = place.offset // place.itemsize, place.padded_numel
     parts = _parts(place, group)
     runs = ((part.start - first, part.stop - first, part.order) for part in parts)
-    return [
-        (max(start, 0), min(stop, last), order) for start, stop, order in runs if start < last and stop > 0
-    ]
+    return [(max(start, 0), min(stop, last), order) for start, stop, order in runs if start < last and stop > 0]
 
 
 def _parts(place: Place, group: Topology) -> tuple[ReductionPart, ...]:

@@ -118,9 +118,7 @@ def predict(a: Layout, b: Layout, topology: Topology) -> Prediction:
     Source: see :mod:`graphpasses.simulate.nccl`.
     """
     found = (find_reordered(move, topology) for move in diff_layouts(a, b).moves)
-    num_elements = sum(
-        entry.padded_numel * num_parts(bucket) for bucket in a.buckets for entry in bucket.entries
-    )
+    num_elements = sum(entry.padded_numel * num_parts(bucket) for bucket in a.buckets for entry in bucket.entries)
     return Prediction(topology, tuple(filter(None, found)), num_elements)
 
 

@@ -54,9 +54,7 @@ def configure(topology: Topology | None) -> None:
 class RingProcessGroup(PythonProcessGroup):
     """The interface of reductions, coalesced ones one by one; a subclass knows how the ranks exchange data."""
 
-    def _reduce(
-        self, collective: Collective, flat: Tensor, op: ReduceOpName, factor: float, root: int
-    ) -> Tensor:
+    def _reduce(self, collective: Collective, flat: Tensor, op: ReduceOpName, factor: float, root: int) -> Tensor:
         """Returns what this rank gets of the sum of all ranks' ``flat``; other ranks than a root may get anything."""
         raise NotImplementedError
 
@@ -153,9 +151,7 @@ class NCCLSimProcessGroup(RingProcessGroup, GlooProcessGroup):
         _check_size(whole, num_ranks)
         return whole.restrict(self._global_ranks)
 
-    def _reduce(
-        self, collective: Collective, flat: Tensor, op: ReduceOpName, factor: float, root: int
-    ) -> Tensor:
+    def _reduce(self, collective: Collective, flat: Tensor, op: ReduceOpName, factor: float, root: int) -> Tensor:
         size, topology = self.size(), self.topology
         count, offset = flat.numel(), 0
         if collective == "reduce":
@@ -195,9 +191,7 @@ def _parse_op(opts: Any) -> tuple[ReduceOpName, float]:
 
 def _check_size(topology: Topology, num_ranks: int) -> None:
     if topology.num_ranks != num_ranks:
-        raise TopologyError(
-            f"the topology has {topology.num_ranks} ranks, but the process group has {num_ranks}"
-        )
+        raise TopologyError(f"the topology has {topology.num_ranks} ranks, but the process group has {num_ranks}")
 
 
 def _create(options: Any, pg_options: Any) -> NCCLSimProcessGroup:
@@ -244,9 +238,7 @@ class ThreadProcessGroup(RingProcessGroup):
 
         self._meet(Call(collective, data=(sent, received)), deliver)
 
-    def _reduce(
-        self, collective: Collective, flat: Tensor, op: ReduceOpName, factor: float, root: int
-    ) -> Tensor:
+    def _reduce(self, collective: Collective, flat: Tensor, op: ReduceOpName, factor: float, root: int) -> Tensor:
         def perform(calls: Sequence[Call]) -> None:
             flats = [call.data for call in calls]
             if collective == "reduce_scatter":

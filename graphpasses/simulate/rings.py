@@ -92,8 +92,7 @@ class Topology:
         for index, ring in enumerate(self.explicit_rings):
             if sorted(ring) != list(range(self.num_ranks)):
                 raise TopologyError(
-                    f"explicit ring {index} is {list(ring)}, "
-                    f"not a permutation of the ranks 0 to {self.num_ranks - 1}"
+                    f"explicit ring {index} is {list(ring)}, not a permutation of the ranks 0 to {self.num_ranks - 1}"
                 )
 
         for ranks, group in self.groups:
@@ -158,9 +157,7 @@ class Topology:
         """
         ranks = tuple(ranks)
         if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(self.num_ranks)):
-            raise TopologyError(
-                f"ranks {list(ranks)} are not distinct ranks of a topology of {self.num_ranks} ranks"
-            )
+            raise TopologyError(f"ranks {list(ranks)} are not distinct ranks of a topology of {self.num_ranks} ranks")
         if ranks == tuple(range(self.num_ranks)):
             return self
         if (own := dict(self.groups).get(ranks)) is not None:
@@ -258,9 +255,7 @@ def _reaches_all(tree: Tree) -> bool:
 def fills_nodes(nodes: Sequence[object], num_local: int) -> bool:
     """Whether the ranks, of each its node, come node by node, ``num_local`` of each."""
     starts = nodes[::num_local]
-    return len(set(starts)) == len(starts) and list(nodes) == [
-        node for node in starts for _ in range(num_local)
-    ]
+    return len(set(starts)) == len(starts) and list(nodes) == [node for node in starts for _ in range(num_local)]
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -192,9 +192,7 @@ def _by_text(texts: Mapping[int, str]) -> str:
     """Says what ranks do, what most do last."""
     counts = Counter(texts.values())
     ranks = {text: tuple(rank for rank, its in sorted(texts.items()) if its == text) for text in counts}
-    return "; ".join(
-        f"{_ranks(ranks[text])}: {text}" for text in sorted(counts, key=lambda t: (counts[t], ranks[t]))
-    )
+    return "; ".join(f"{_ranks(ranks[text])}: {text}" for text in sorted(counts, key=lambda t: (counts[t], ranks[t])))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -147,9 +147,7 @@ def diff_topologies(layout: Layout, a: Topology, b: Topology) -> TopologyDiff:
     Source: see :mod:`graphpasses.simulate.nccl`.
     """
     if a.num_ranks != b.num_ranks:
-        raise TopologyError(
-            f"A has {a.num_ranks} ranks and B {b.num_ranks}; bits are compared on equal numbers"
-        )
+        raise TopologyError(f"A has {a.num_ranks} ranks and B {b.num_ranks}; bits are compared on equal numbers")
     found: dict[str, list[GradientBits]] = {}
     known: dict[Place, Place] = {}
     for (fqn, *_), place in layout_places(layout).items():
@@ -159,8 +157,7 @@ def diff_topologies(layout: Layout, a: Topology, b: Topology) -> TopologyDiff:
             whole = replace(place, offset=0, padded_numel=place.num_elements)
             known.setdefault(replace(whole, members="", shard_dim=0), whole)
     gradients = tuple(
-        max(all_of_it, key=lambda each: (BITS.index(each.bits), each.num_elements))
-        for all_of_it in found.values()
+        max(all_of_it, key=lambda each: (BITS.index(each.bits), each.num_elements)) for all_of_it in found.values()
     )
     needs_order = any(each.bits == "may differ" for each in gradients)
     order, reason = _find_rank_order([*known.values()], a, b) if needs_order else (None, "")
@@ -175,9 +172,7 @@ def _compare(fqn: str, place: Place, a: Topology, b: Topology) -> GradientBits:
         group, reason = topology.restrict(place.ranks), ""
         if not topology.knows(place.ranks):
             group_size = len(place.ranks)
-            reason = (
-                f"its rings are those of all {topology.num_ranks} ranks, not of this group of {group_size}"
-            )
+            reason = f"its rings are those of all {topology.num_ranks} ranks, not of this group of {group_size}"
         if reason := reason or why_unknown(place, group):
             return GradientBits(fqn, "unknown", 0, num, f"{name}: {reason}")
     differences = list(_differences(place, a, b))
@@ -270,9 +265,7 @@ def _renamed(topology: Topology, names: Ring) -> Topology:
         found = trees(topology)
     except UnsupportedError:  # then no sum was on trees
         found = ()
-    children = [
-        {names[rank]: tuple(names[c] for c in each) for rank, each in enumerate(tree)} for tree in found
-    ]
+    children = [{names[rank]: tuple(names[c] for c in each) for rank, each in enumerate(tree)} for tree in found]
     return replace(
         topology,
         mode="explicit",

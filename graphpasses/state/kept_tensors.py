@@ -96,14 +96,10 @@ def _emptied(mode: Any) -> list[Any]:
 
 def _keep_tensor_of(mode: Any, functions: list[Any]) -> bool:
     # Of a cached function these are the keys and values of its cache, or the dict that has them.
-    entries = [
-        each for function in functions for each in gc.get_referents(function) if each is not function.__dict__
-    ]
+    entries = [each for function in functions for each in gc.get_referents(function) if each is not function.__dict__]
     seen = {id(each): each for each in entries}
     for _ in range(_MAX_DEPTH):
-        tensors = [
-            tensor for each in entries if isinstance(each, torch.Tensor) for tensor in read_tensors(each)
-        ]
+        tensors = [tensor for each in entries if isinstance(each, torch.Tensor) for tensor in read_tensors(each)]
         if any(fake_mode_of(tensor) is mode for tensor in tensors):
             return True
         found = gc.get_referents(*(each for each in entries if not isinstance(each, _NOT_OPENED)))

@@ -172,9 +172,7 @@ def _made_of(kind: type) -> tuple[Any, ...]:
     return wrapped_class(kind)
 
 
-def _tensors(
-    modules: Iterable[nn.Module], names: Iterable[tuple[tuple[str, ...], ...]]
-) -> list[torch.Tensor | None]:
+def _tensors(modules: Iterable[nn.Module], names: Iterable[tuple[tuple[str, ...], ...]]) -> list[torch.Tensor | None]:
     """Returns the modules' own parameters and then buffers, by the names that they had."""
     tensors: list[torch.Tensor | None] = []
     for module, (parameters, buffers) in zip(modules, names, strict=True):

@@ -96,9 +96,7 @@ class Optimizers:
 def _check_one(optimizer: Optimizer) -> None:
     kind = type(optimizer)
     if not isinstance(optimizer, Optimizer):
-        raise CaptureError(
-            f"optimizer= is a {kind.__name__}; give a torch.optim.Optimizer, or a tuple of them"
-        )
+        raise CaptureError(f"optimizer= is a {kind.__name__}; give a torch.optim.Optimizer, or a tuple of them")
     place = kind.__module__.partition(".")[0], kind.__name__
     if place != _CAPTURED_OF_TORCHREC and getattr(torch.optim, kind.__name__, None) is not kind:
         raise CaptureError(

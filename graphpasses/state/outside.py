@@ -224,9 +224,7 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
 
 def _may_get(value: Any) -> bool:
     """Whether the user's code may set attributes that something does not have yet."""
-    return isinstance(value, types.SimpleNamespace) or (
-        isinstance(value, (FunctionType, type)) and is_users(value)
-    )
+    return isinstance(value, types.SimpleNamespace) or (isinstance(value, (FunctionType, type)) and is_users(value))
 
 
 def _has_names(value: Any) -> bool:

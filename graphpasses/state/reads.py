@@ -204,9 +204,7 @@ class Reads:
             return name[:2] != "__"
         reader = inspect.currentframe()
         reader = reader and reader.f_back and reader.f_back.f_back
-        if reader is None or (
-            isinstance(this, nn.Module) and not is_users_code(reader.f_code, reader.f_globals)
-        ):
+        if reader is None or (isinstance(this, nn.Module) and not is_users_code(reader.f_code, reader.f_globals)):
             return False
         first = reader.f_code.co_varnames[:1]
         return not first or reader.f_locals.get(first[0]) is not this
@@ -239,13 +237,9 @@ class Reads:
             if any(name in state[kind] for kind in ("_parameters", "_buffers", "_modules")):
                 return not of_model
         static = inspect.getattr_static(type(this), name, None)
-        if not isinstance(this, nn.Module) and is_torchs(
-            type(this)
-        ):  # torch's objects keep caches and counts
+        if not isinstance(this, nn.Module) and is_torchs(type(this)):  # torch's objects keep caches and counts
             return key_of(value).is_plain and not isinstance(static, (property, cached_property))
-        is_stored = isinstance(static, (MemberDescriptorType, cached_property)) or not hasattr(
-            static, "__get__"
-        )
+        is_stored = isinstance(static, (MemberDescriptorType, cached_property)) or not hasattr(static, "__get__")
         if name in self._own[id(this)] or is_stored:
             return True
         if callable(static) or isinstance(static, (property, classmethod)):

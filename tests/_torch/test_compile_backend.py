@@ -61,9 +61,7 @@ for _ in range(2):
     check()
 print(type(compiled.dynamo_ctx).__module__, compiled.forward.__code__.co_qualname)
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "graphpasses._torch.compile_backend _wrap.<locals>.call\n", done.stderr
 
 

@@ -66,9 +66,7 @@ def test_a_group_computes_in_the_dtypes_of_what_it_trains() -> None:
     assert group.param_dtypes == {torch.bfloat16}
 
 
-@pytest.mark.parametrize(
-    "turn_off", [FSDPModule.set_requires_gradient_sync, FSDPModule.set_requires_all_reduce]
-)
+@pytest.mark.parametrize("turn_off", [FSDPModule.set_requires_gradient_sync, FSDPModule.set_requires_all_reduce])
 def test_accumulation_without_reduction_is_refused(turn_off: Callable[[FSDPModule, bool], None]) -> None:
     model = sharded()
     turn_off(model, False)

@@ -59,9 +59,7 @@ def test_code_is_torchs() -> None:
 def test_code_of_a_traced_step_is_torchs() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Softmax(-1))
 
-    graph = make_fx(lambda x: torch.autograd.grad(model(x).sum(), tuple(model.parameters())))(
-        torch.ones(2, 4)
-    ).graph
+    graph = make_fx(lambda x: torch.autograd.grad(model(x).sum(), tuple(model.parameters())))(torch.ones(2, 4)).graph
     assert quick_code(graph, "self") == graph.python_code("self")
 
 

@@ -28,9 +28,7 @@ def test_other_import_errors_are_quoted() -> None:
         ),
     ],
 )
-def test_as_with_torch_2_11(
-    module: str, what: str, home: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_as_with_torch_2_11(module: str, what: str, home: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(importlib.import_module(home), name)
     monkeypatch.delitem(sys.modules, f"graphpasses._torch.{module}", raising=False)
     with pytest.raises(UnsupportedError) as error:

@@ -13,9 +13,7 @@ from graphpasses.analysis.column_sources import ColumnSources
 aten = torch.ops.aten
 
 
-def sources_of_outputs(
-    fn: Callable[..., Sequence[Tensor]], *inputs: Tensor
-) -> list[list[tuple[str, int, int]]]:
+def sources_of_outputs(fn: Callable[..., Sequence[Tensor]], *inputs: Tensor) -> list[list[tuple[str, int, int]]]:
     module = make_fx(fn)(*inputs)
     sources = ColumnSources()
     for node in module.graph.nodes:

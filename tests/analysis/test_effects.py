@@ -63,9 +63,7 @@ def test_outs_are_written() -> None:
     assert [str(other) for other in torch_call_effects(node).writes] == ["y"]
 
 
-@pytest.mark.parametrize(
-    "target", [F.dropout, F.dropout2d, torch.rand_like, "bernoulli_", aten.dropout.default]
-)
+@pytest.mark.parametrize("target", [F.dropout, F.dropout2d, torch.rand_like, "bernoulli_", aten.dropout.default])
 def test_random(target: Any) -> None:
     assert torch_call_effects(call(target)).has_hidden_state
 
@@ -149,9 +147,7 @@ def test_memory_of_operators(target: Any, reads: str, writes: str, shares: str) 
 )
 def test_running_statistics(target: Any, writes: bool) -> None:
     graph = fx.Graph()
-    node = graph.call_function(
-        target, tuple(graph.placeholder(each.name) for each in target._schema.arguments)
-    )
+    node = graph.call_function(target, tuple(graph.placeholder(each.name) for each in target._schema.arguments))
     written = [str(each) for each in operator_effects(node).writes]
     assert written == ["running_mean", "running_var"] * writes
 
@@ -185,9 +181,7 @@ def chain(*targets: object) -> tuple[fx.Graph, list[fx.Node]]:
     graph = fx.Graph()
     nodes = [graph.placeholder("x")]
     for target in targets:
-        nodes.append(
-            graph.call_function(target, (nodes[-1], *([[-1]] if target == aten.view.default else [])))
-        )
+        nodes.append(graph.call_function(target, (nodes[-1], *([[-1]] if target == aten.view.default else []))))
     return graph, nodes
 
 

@@ -49,9 +49,7 @@ def test_every_parameter_is_found(rank: int, hybrid: bool) -> None:
         assert Counter(u.fqn for u in unshards) == dict.fromkeys(graph.parameters, 1) | {"emb.weight": 2}
         assert all(u.wait is wait_of(u.all_gather) for u in unshards)
         found = find_grad_reductions(graph)
-        assert {fqn: len(r) for fqn, r in found.items()} == dict.fromkeys(graph.parameters, 1) | {
-            "emb.weight": 2
-        }
+        assert {fqn: len(r) for fqn, r in found.items()} == dict.fromkeys(graph.parameters, 1) | {"emb.weight": 2}
         for fqn, reductions in found.items():
             for reduction in reductions:
                 assert reduction.fqn == fqn

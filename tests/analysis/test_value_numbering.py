@@ -21,9 +21,7 @@ def number(size: int) -> Tensor:
     return aten.scalar_tensor.default(size, dtype=torch.int64)
 
 
-def number_outputs(
-    fn: Callable[..., Sequence[Tensor]], *inputs: Tensor
-) -> tuple[SizeNumbering, list[fx.Node]]:
+def number_outputs(fn: Callable[..., Sequence[Tensor]], *inputs: Tensor) -> tuple[SizeNumbering, list[fx.Node]]:
     module = make_fx(fn, tracing_mode="symbolic")(*inputs)
     return SizeNumbering(module), list(module.graph.output_node().args[0])
 

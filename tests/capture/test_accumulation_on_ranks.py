@@ -118,6 +118,4 @@ def test_what_fsdp2_reduces_by_itself_is_refused(found: list[dict[str, list[str]
 def test_ranks_that_keep_different_gradients(found: list[dict[str, list[str]]]) -> None:
     texts = [each["other_ranks"][0] for each in found[:2]]
     assert texts[0] == texts[1]
-    assert texts[0].startswith(
-        "ranks 0 and 1 run one step with different gradients that wait: to wait: none; "
-    )
+    assert texts[0].startswith("ranks 0 and 1 run one step with different gradients that wait: to wait: none; ")

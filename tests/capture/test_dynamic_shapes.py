@@ -277,8 +277,6 @@ def test_batches_that_do_not_fit(name: str) -> None:
 
 
 def test_refuses_a_tensor_that_varies_and_is_not_contiguous() -> None:
-    message = (
-        "batch[0] has a dim that may vary, and is not contiguous; give batch[0].contiguous() at each step"
-    )
+    message = "batch[0] has a dim that may vary, and is not contiguous; give batch[0].contiguous() at each step"
     with pytest.raises(CaptureError, match=f"^{re.escape(message)}$"):
         capture_train_step(by_size, Net(), torch.ones(4, 5).t(), dynamic_shapes=({0: Dim.AUTO},))

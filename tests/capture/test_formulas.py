@@ -47,9 +47,7 @@ def test_products() -> None:
     """The example has zeros, by which both formulas give the same bits."""
     model = nn.Linear(4, 3, bias=False)
     for loss_fn in (lambda model, x: model(x).prod(), lambda model, x: model(x).prod(1).sum()):
-        with pytest.raises(
-            CaptureError, match=r"loss_fn calls aten.prod.* whose gradient autograd computes by"
-        ):
+        with pytest.raises(CaptureError, match=r"loss_fn calls aten.prod.* whose gradient autograd computes by"):
             capture_train_step(loss_fn, model, torch.zeros(2, 4), check=False)
 
 

@@ -348,9 +348,7 @@ def test_policies_may_differ_between_modules() -> None:
         fully_shard(model.layers[0], mesh=make_mesh(), mp_policy=policy)
         fully_shard(model, mesh=make_mesh())
         step = captured(model)
-        sent = [
-            node.args[0].meta["val"].dtype for node in step.graph.nodes if "all_gather" in str(node.target)
-        ]
+        sent = [node.args[0].meta["val"].dtype for node in step.graph.nodes if "all_gather" in str(node.target)]
         assert sent == [torch.float32, torch.bfloat16]
 
 

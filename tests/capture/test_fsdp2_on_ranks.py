@@ -35,9 +35,7 @@ OWN = CASES | {
         [["layers.0"], ["layers.1"]],
         MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, cast_forward_inputs=False),
     ),
-    "output_dtype": Case(
-        policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.float32), calls=()
-    ),
+    "output_dtype": Case(policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.float32), calls=()),
     # As in cross-attention, several modules read one activation several times.
     "cross_read": Case(CrossRead, [["layers.0"], ["layers.1"], ["layers.2"]]),
     "interleaved_reads": Case(Interleaved, ()),
@@ -69,9 +67,7 @@ def train(case: Case) -> Outcome:
             next_token_loss(model, *batch)
         return (captured if index == 2 else step)(*batch)
 
-    train_both(
-        outcome, reference, model, case.batch, run, num_steps=NUM_STEPS, num_backwards=case.num_backwards
-    )
+    train_both(outcome, reference, model, case.batch, run, num_steps=NUM_STEPS, num_backwards=case.num_backwards)
     return outcome
 
 

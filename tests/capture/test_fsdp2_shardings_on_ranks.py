@@ -114,9 +114,7 @@ def reduced_as_the_policy_leaves_it(model: nn.Module, mesh: DeviceMesh) -> None:
 def dtypes_by_parameter(model: nn.Module, mesh: DeviceMesh) -> None:
     """Gathered as bytes; gradients of two dtypes are packed into one."""
     gains = {layer.gain for layer in model.layers}
-    policy = MixedPrecisionPolicy(
-        torch.bfloat16, param_dtype_override_fn=lambda p: p.dtype if p in gains else None
-    )
+    policy = MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda p: p.dtype if p in gains else None)
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
 

@@ -14,9 +14,7 @@ from graphpasses.passes.runner import Pipeline
 from tests.helpers.models import same_bits
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kept"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
-)
+@pytest.mark.parametrize(("dtype", "kept"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
 def test_gradients_have_the_dtype_that_parameters_ask_for(dtype: torch.dtype, kept: torch.dtype) -> None:
     def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         x = x.to(dtype)

@@ -364,9 +364,7 @@ def test_decided_by_what_is_no_number() -> None:
 
 def test_an_operator_without_a_fake_result() -> None:
     def ctc(model: nn.Module, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return nn.functional.ctc_loss(
-            model(x).log_softmax(-1), targets, torch.full((1,), 8), torch.full((1,), 3)
-        )
+        return nn.functional.ctc_loss(model(x).log_softmax(-1), targets, torch.full((1,), 8), torch.full((1,), 3))
 
     with pytest.raises(CaptureError) as caught:
         capture_train_step(ctc, nn.Linear(3, 4), torch.randn(8, 1, 3), torch.ones(1, 3, dtype=torch.long))

@@ -145,9 +145,7 @@ def test_ranks_that_decide_differently() -> None:
         difference, rest = seen["refuse"].split(". ", 1)
         if rank == 0:
             assert difference.startswith("loss_fn decided by a tensor's value at ")
-            assert difference.endswith(
-                ": it was True when the step was captured, and is False for this batch"
-            )
+            assert difference.endswith(": it was True when the step was captured, and is False for this batch")
         else:
             assert difference == "on another rank, loss_fn decided otherwise than it does now"
         assert rest == "Capture it with recapture=True, or capture a step for each of these cases"
@@ -155,9 +153,7 @@ def test_ranks_that_decide_differently() -> None:
         if rank == 1:
             assert "depends on parameter" in seen["fail alone"]
         else:
-            assert seen["fail alone"] == (
-                "another rank could not capture the step again; its message says why"
-            )
+            assert seen["fail alone"] == ("another rank could not capture the step again; its message says why")
 
 
 @pytest.mark.multiprocess

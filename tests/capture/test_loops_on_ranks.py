@@ -36,9 +36,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def train(
-    is_captured: bool, turns: list[tuple[Callable[..., torch.Tensor], nn.Module, nn.Module, Any]]
-) -> list[Any]:
+def train(is_captured: bool, turns: list[tuple[Callable[..., torch.Tensor], nn.Module, nn.Module, Any]]) -> list[Any]:
     """Takes turns: each loss is of a model, and runs another; returns losses, and hashes of all weights."""
     steps: list[Any] = []
     optimizers = {model: adam(model) for _, model, _, _ in turns}
@@ -53,9 +51,7 @@ def train(
                 optimizers[model].zero_grad()
             else:
                 if len(steps) == index:
-                    step = capture_train_step(
-                        loss_fn, model, *batch, others=(other,), optimizer=optimizers[model]
-                    )
+                    step = capture_train_step(loss_fn, model, *batch, others=(other,), optimizer=optimizers[model])
                     steps.append(default_pipeline().run(step))
                 loss = steps[index](*batch)
             for optimizer in optimizers.values():
@@ -90,9 +86,7 @@ def prefer(is_captured: bool) -> list[Any]:
         ours, theirs = log_probability(model, x, y).chunk(2)
         return -F.logsigmoid(0.1 * ((ours - chosen) - (theirs - rejected))).mean()
 
-    return train(
-        is_captured, [(loss_fn, policy, reference, lambda: (torch.randn(8, 8), torch.randint(8, (8,))))]
-    )
+    return train(is_captured, [(loss_fn, policy, reference, lambda: (torch.randn(8, 8), torch.randint(8, (8,))))])
 
 
 def compete(is_captured: bool) -> list[Any]:
@@ -199,7 +193,5 @@ def test_a_wrong_batch_on_one_rank(trained: list[dict[str, tuple[Any, Any]]]) ->
 
 def test_others_that_are_no_tuple_of_models() -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(
-        CaptureError, match=r"others is Linear; give a tuple of the models .* others=\(teacher,\)"
-    ):
+    with pytest.raises(CaptureError, match=r"others is Linear; give a tuple of the models .* others=\(teacher,\)"):
         capture_train_step(lambda model, x: model(x).sum(), model, torch.ones(2), others=nn.Linear(2, 2))

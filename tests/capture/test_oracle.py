@@ -172,9 +172,7 @@ in forward of module '1' (test_oracle.py in masked)""",
 def test_repeated_heads() -> None:
     """``expand`` with ``clone`` in the place of a kernel that reads heads several times."""
     assert_expected_inline(
-        divergence(
-            lambda y: y[:, None].expand(4, 2, 3).clone() * 2, lambda y: y[:, None].expand(4, 2, 3) * 2
-        ),
+        divergence(lambda y: y[:, None].expand(4, 2, 3).clone() * 2, lambda y: y[:, None].expand(4, 2, 3) * 2),
         """\
 eager and the captured step part at operator 3, in forward of module '1' (test_oracle.py in <lambda>):
 eager calls aten.mul.Tensor(float32[4, 2, 3], 2),
@@ -296,9 +294,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "recurrent": lambda: Recurrent(3, 3),
     "attention": lambda: Attention(3, 1, dropout=0.1),
     "convolution": lambda: nn.Sequential(nn.Unflatten(1, (1, 3)), nn.Conv1d(1, 2, 2), nn.MaxPool1d(2)),
-    "products": lambda: nn.Sequential(
-        nn.Linear(3, 3), nn.Softmax(-1), nn.LogSigmoid(), nn.PReLU(), nn.RReLU()
-    ),
+    "products": lambda: nn.Sequential(nn.Linear(3, 3), nn.Softmax(-1), nn.LogSigmoid(), nn.PReLU(), nn.RReLU()),
 }
 
 

@@ -58,7 +58,5 @@ def test_an_update_is_compared_in_the_memory_of_a_step_and_one_copy_of_the_gradi
         own.step()
 
     first, _ = allocated(step)
-    most, left = allocated(
-        lambda: capture_train_step(mean_square, module, X, optimizer=optimizer, clip_norm=1.0)
-    )
+    most, left = allocated(lambda: capture_train_step(mean_square, module, X, optimizer=optimizer, clip_norm=1.0))
     assert (left, most <= first + GRADIENTS + SLACK) == (0, True)

@@ -128,9 +128,7 @@ def test_a_model_that_looks_for_modes() -> None:
 
     model = nn.Linear(3, 3)
     nn.init.constant_(model.bias, 9.0)  # relu changes nothing
-    with pytest.raises(
-        FidelityError, match=r"eager calls aten\.sum\.default\(.*, the graph aten\.relu\.default\("
-    ):
+    with pytest.raises(FidelityError, match=r"eager calls aten\.sum\.default\(.*, the graph aten\.relu\.default\("):
         capture_train_step(loss_fn, model, X)
 
 
@@ -141,7 +139,5 @@ def test_a_model_that_computes_in_place_in_eager_alone() -> None:
         y = model(x)
         return (y * 2 if isinstance(y, FakeTensor) else y.mul_(2)).sum()
 
-    with pytest.raises(
-        FidelityError, match=r"eager calls aten\.mul_\.Tensor\(.*, the graph aten\.mul\.Tensor\("
-    ):
+    with pytest.raises(FidelityError, match=r"eager calls aten\.mul_\.Tensor\(.*, the graph aten\.mul\.Tensor\("):
         capture_train_step(loss_fn, nn.Linear(3, 3), X)

@@ -179,9 +179,7 @@ def test_an_untied_weight() -> None:
     tie(model)
     step = captured(model)
     model[2].weight = nn.Parameter(model[0].weight.detach().clone())
-    assert refused(lambda: step(X)).startswith(
-        "'0.weight' and '2.weight' were one tensor when the step was captured"
-    )
+    assert refused(lambda: step(X)).startswith("'0.weight' and '2.weight' were one tensor when the step was captured")
 
 
 def test_what_was_changed_back_goes_on() -> None:

@@ -62,9 +62,7 @@ def test_reduce_dtype_defaults_to_fsdp2s() -> None:
         assert {node.meta["val"].dtype for node in scatters} == {expected}
 
 
-@pytest.mark.skipif(
-    not HAS_DTYPES_BY_PARAMETER, reason="FSDP2 of this torch adds gradients as SimpleFSDP does"
-)
+@pytest.mark.skipif(not HAS_DTYPES_BY_PARAMETER, reason="FSDP2 of this torch adds gradients as SimpleFSDP does")
 def test_additions_that_are_not_fsdp2s() -> None:
     options = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float16}
     end = (

@@ -90,9 +90,7 @@ def test_hooks_and_formulas_that_only_autograd_knows(change: Callable[[nn.Module
 def test_everything_is_put_back() -> None:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters())
-    step = capture_train_step(
-        lambda model, x: model(x.add_(1)).mean(), model, X, optimizer=optimizer, clip_norm=1.0
-    )
+    step = capture_train_step(lambda model, x: model(x.add_(1)).mean(), model, X, optimizer=optimizer, clip_norm=1.0)
 
     def state() -> dict[str, torch.Tensor]:
         moments = [value for each in optimizer.state.values() for value in each.values()]

@@ -35,9 +35,7 @@ def check() -> dict[str, Any]:
         torch.manual_seed(0)
         model = LanguageModel()
         for layer in model.layers:
-            fully_shard(
-                layer, mesh=make_mesh(2), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-            )
+            fully_shard(layer, mesh=make_mesh(2), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
         fully_shard(model, mesh=make_mesh(2), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
         optimizer = torch.optim.AdamW(model.parameters(), 0.1)
         options: dict[str, Any] = {"optimizer": optimizer, "clip_norm": 0.1} if has_optimizer else {}

@@ -100,9 +100,7 @@ def test_string_works_without_any_import() -> None:
         "compiled = torch.compile(model, backend='graphpasses', options={'inner': 'aot_eager'}, fullgraph=True)\n"
         "x = torch.ones(3, 4); print(torch.equal(compiled(x), model(x)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "True\n", done.stderr
 
 
@@ -168,13 +166,9 @@ def test_inductors_cache_knows_the_pipeline(tmp_path: Path, monkeypatch: pytest.
         counters.clear()
         model = Net()
         with inductor_config.patch(fx_graph_cache=True):
-            train(
-                model, graphpasses.compile(model, pipeline=Pipeline((Look(),)), disable=disable), num_steps=1
-            )
+            train(model, graphpasses.compile(model, pipeline=Pipeline((Look(),)), disable=disable), num_steps=1)
         hits.append(counters["inductor"]["fxgraph_cache_hit"])
-        assert (
-            counters["aot_autograd"]["autograd_cache_hit"] == 0
-        )  # passes that ask other ranks run everywhere
+        assert counters["aot_autograd"]["autograd_cache_hit"] == 0  # passes that ask other ranks run everywhere
     assert hits == [0, 2, 0]  # forward and backward
 
 
@@ -271,9 +265,7 @@ class StepOnly(Refuse):
 
 def test_report_says_which_pass_no_compiled_graph_can_take() -> None:
     report = graphpasses.CompileReport()
-    graphpasses.compile(Net(), pipeline=Pipeline((StepOnly(),)), inner="aot_eager", report=report)(
-        torch.ones(2, 4)
-    )
+    graphpasses.compile(Net(), pipeline=Pipeline((StepOnly(),)), inner="aot_eager", report=report)(torch.ones(2, 4))
     assert str(report) == "1 graph\nstep-only: left out, it takes captured steps only"
 
 
@@ -293,9 +285,7 @@ class SkipActivation(GraphPass):
 def test_report_can_be_recorded_with_a_run(tmp_path: Path) -> None:
     report = graphpasses.CompileReport(graph_diff=True)
     model = Net()
-    call = graphpasses.compile(
-        model, pipeline=Pipeline((SkipActivation(),)), inner="aot_eager", report=report
-    )
+    call = graphpasses.compile(model, pipeline=Pipeline((SkipActivation(),)), inner="aot_eager", report=report)
     with graphpasses.ParityRecorder(tmp_path / "run.jsonl") as recorder:
         recorder.record(0, call(torch.ones(2, 4)).sum(), model)
         recorder.record_passes(report.by_graph)

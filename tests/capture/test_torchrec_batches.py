@@ -56,9 +56,7 @@ def log_loss(model: nn.Module, samples: Samples) -> torch.Tensor:
     return F.binary_cross_entropy_with_logits(model(samples.dense, samples.features), samples.label)
 
 
-def features(
-    num_samples: int, *, is_weighted: bool = False, by_offsets: bool = False, max_length: int = 5
-) -> Any:
+def features(num_samples: int, *, is_weighted: bool = False, by_offsets: bool = False, max_length: int = 5) -> Any:
     generator = torch.Generator().manual_seed(num_samples)
     lengths = torch.randint(0, max_length, (len(KEYS) * num_samples,), generator=generator)
     num_ids = int(lengths.sum())

@@ -109,9 +109,7 @@ def test_backward_is_marked_where_torch_does_not(monkeypatch: pytest.MonkeyPatch
         theirs = capture("FSDP2")
         monkeypatch.delattr(torch.compiler, "_patch_engine_backward")
         ours = capture("FSDP2")
-    assert [str(node.target) for node in ours.graph.nodes] == [
-        str(node.target) for node in theirs.graph.nodes
-    ]
+    assert [str(node.target) for node in ours.graph.nodes] == [str(node.target) for node in theirs.graph.nodes]
     assert {*marked(theirs)} <= {*marked(ours)}
     first = next(node.name for node in ours.graph.nodes if node.meta.get("autograd_backward"))
     order = [node.name for node in ours.graph.nodes if node.op == "call_function"]
@@ -148,7 +146,5 @@ with fake_process_group(1):
 
 
 def test_torch_alone_captures_rewrites_and_proves() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", ALONE], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", ALONE], capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["True"] * 3, done.stderr

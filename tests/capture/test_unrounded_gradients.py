@@ -49,9 +49,7 @@ def captured(model: nn.Module, reduce_dtype: torch.dtype | None = torch.float32)
 
 
 def packed_from(step: CapturedStep) -> dict[str, torch.dtype]:
-    return {
-        fqn: reduction.gradient.meta["val"].dtype for fqn, (reduction,) in find_grad_reductions(step).items()
-    }
+    return {fqn: reduction.gradient.meta["val"].dtype for fqn, (reduction,) in find_grad_reductions(step).items()}
 
 
 def test_what_an_operator_promotes_is_not_rounded() -> None:
@@ -129,8 +127,7 @@ def have_eagers_gradients(is_rounded: bool) -> list[dict[str, bool]]:
         graphpasses.compile(models[1], pipeline=pipeline, inner="aot_eager")(batch).backward()
     expected = local_gradients(eager)
     return [
-        {fqn: torch.equal(each, expected[fqn]) for fqn, each in local_gradients(model).items()}
-        for model in models
+        {fqn: torch.equal(each, expected[fqn]) for fqn, each in local_gradients(model).items()} for model in models
     ]
 
 

@@ -282,7 +282,5 @@ def test_several_optimizers(clip_norm: float | None) -> None:
         assert all(map(equal_state, one, other))
     step.check(batch(0))
     other[1].param_groups[0]["amsgrad"] = True
-    with pytest.raises(
-        CaptureError, match=r"^'amsgrad' of group 0 of AdamW was False when the step was captured"
-    ):
+    with pytest.raises(CaptureError, match=r"^'amsgrad' of group 0 of AdamW was False when the step was captured"):
         step(batch(0))

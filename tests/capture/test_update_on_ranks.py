@@ -56,9 +56,7 @@ class Training:
 def clip_by_sum_of_squares(model: nn.Module, clip_norm: float) -> None:
     """Clips as one may, too: the squares of all elements are added, not the norms of the parameters."""
     gradients = [each.grad for each in model.parameters() if each.grad is not None]
-    squares = torch.stack(
-        [(g.to_local() if isinstance(g, DTensor) else g).square().sum() for g in gradients]
-    ).sum()
+    squares = torch.stack([(g.to_local() if isinstance(g, DTensor) else g).square().sum() for g in gradients]).sum()
     torch.distributed.all_reduce(squares)
     factor = torch.clamp(clip_norm / (squares.sqrt() + 1e-6), max=1.0)
     for gradient in gradients:
@@ -68,17 +66,13 @@ def clip_by_sum_of_squares(model: nn.Module, clip_norm: float) -> None:
 
 TRAININGS = {
     "tied": Training("tied", LISTS, num_ranks=4),
-    "hybrid_clipped": Training(
-        "hybrid", partial(SGD, foreach=True, momentum=0.9, nesterov=True), 0.5, num_ranks=4
-    ),
+    "hybrid_clipped": Training("hybrid", partial(SGD, foreach=True, momentum=0.9, nesterov=True), 0.5, num_ranks=4),
     "tensor_parallel_clipped": Training(
         "tensor_parallel_fp32_reduce", partial(AdamW, foreach=False), 0.5, num_ranks=4
     ),
     "unused": Training("unused", partial(Adagrad, foreach=True, lr_decay=0.1)),
     "simple_tied_clipped": Training("tied", partial(AdamW, fused=True), 0.5, is_simple=True),
-    "simple_hybrid": Training(
-        "hybrid", partial(Adam, amsgrad=True, maximize=True), is_simple=True, num_ranks=4
-    ),
+    "simple_hybrid": Training("hybrid", partial(Adam, amsgrad=True, maximize=True), is_simple=True, num_ranks=4),
 }
 CONTROLS = {
     "other_eps": Training("tied", LISTS, eager_optimizer=partial(AdamW, foreach=True, eps=1.1e-8)),
@@ -120,9 +114,7 @@ def different_state(a: Optimizer, b: Optimizer) -> list[str]:
 def compile_step(
     training: Training, model: nn.Module, eager: nn.Module, optimizer: Optimizer, batch: Batch
 ) -> CapturedStep:
-    captured = capture_train_step(
-        next_token_loss, model, *batch, optimizer=optimizer, clip_norm=training.clip_norm
-    )
+    captured = capture_train_step(next_token_loss, model, *batch, optimizer=optimizer, clip_norm=training.clip_norm)
     if training.is_simple:
         plan = BucketPlan.from_fully_shard(eager)
         return default_pipeline(plan, expected_layout=eager_layout(eager)).run(captured)
@@ -267,9 +259,7 @@ def test_control_differs(name: str, outcomes: dict[str, list[Outcome]]) -> None:
 
 @pytest.mark.multiprocess
 def test_refuses_other_norms_on_all_ranks(outcomes: dict[str, list[Outcome]]) -> None:
-    named = (
-        "{}: ranks {} and {} capture one step with different clip_norm: 1.0 and 2.0. Give all ranks the same"
-    )
+    named = "{}: ranks {} and {} capture one step with different clip_norm: 1.0 and 2.0. Give all ranks the same"
     elsewhere = "capture: other ranks were given different clip_norm; their messages say which"
 
     def errors(name: str) -> list[str]:

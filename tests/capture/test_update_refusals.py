@@ -123,9 +123,7 @@ def test_refuses_other_norms(clip_norm: Any) -> None:
 
 
 def test_refuses_to_clip_for_nobody() -> None:
-    message = (
-        "clip_norm clips gradients for an optimizer's step; give optimizer=, too, or clip after the step"
-    )
+    message = "clip_norm clips gradients for an optimizer's step; give optimizer=, too, or clip after the step"
     with pytest.raises(CaptureError, match=f"^{re.escape(message)}$"):
         capture(build(), None, clip_norm=1.0)
 
@@ -136,9 +134,7 @@ def test_refuses_what_the_optimizer_refuses() -> None:
     optimizer.param_groups[0]["fused"] = optimizer.param_groups[0]["foreach"] = True
     optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
     optimizer.param_groups[0]["fused"] = False
-    with pytest.raises(
-        CaptureError, match=r"^the step of AdamW fails while it is traced: RuntimeError: lr as a"
-    ):
+    with pytest.raises(CaptureError, match=r"^the step of AdamW fails while it is traced: RuntimeError: lr as a"):
         capture(model, optimizer)
 
 
@@ -254,8 +250,6 @@ def test_a_gradient_that_would_count_for_the_norm_is_refused() -> None:
 def test_a_step_with_an_optimizer_is_one_models() -> None:
     model = build()
     step = capture(model, SGD(model.parameters()))
-    message = (
-        "the step has its model's optimizer in it; capture a step of the other model with its own optimizer"
-    )
+    message = "the step has its model's optimizer in it; capture a step of the other model with its own optimizer"
     with pytest.raises(CaptureError, match=f"^{re.escape(message)}$"):
         step.for_model(build())

@@ -103,8 +103,7 @@ def train(loss_fn: Loss, *, captured: bool) -> list[Tensor]:
 def train_all() -> tuple[dict[str, bool], bool, str]:
     eager = {name: train(loss_fn, captured=False) for name, loss_fn in EQUAL.items()}
     equal = {
-        name: all(map(torch.equal, eager[name], train(loss_fn, captured=True)))
-        for name, loss_fn in EQUAL.items()
+        name: all(map(torch.equal, eager[name], train(loss_fn, captured=True))) for name, loss_fn in EQUAL.items()
     }
     alone = train(lambda model, x: model(x).square().sum() / (x > 0).sum(), captured=True)
     try:

@@ -14,9 +14,7 @@ from graphpasses.parity.run_file import Loss, RunHeader, StepRecord, end_line, h
 NAME = "layers.0.attention." + "very_long_name." * 20 + "weight"
 
 
-def write(
-    path: Path, digest: str, *, loss: str = "3f800000", num_tensors: int = 1, torch: str = "2.13.0"
-) -> str:
+def write(path: Path, digest: str, *, loss: str = "3f800000", num_tensors: int = 1, torch: str = "2.13.0") -> str:
     weights = {f"{NAME}{index}": digest for index in range(num_tensors)}
     record = StepRecord(0, Loss("float32", (loss,), ("1.0",)), weights, {})
     path.write_bytes(header_line(RunHeader(torch, 1, run="eager [fp32]")) + step_line(record) + end_line(1))
@@ -44,9 +42,7 @@ def test_different_runs_exit_with_1(a: str, tmp_path: Path, capsys: pytest.Captu
     assert err == ""
 
 
-def test_a_run_that_was_killed_exits_with_2(
-    a: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_was_killed_exits_with_2(a: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     killed = tmp_path / "killed.jsonl"
     killed.write_bytes(Path(a).read_bytes().replace(end_line(1), b""))
     assert app.main(["compare", a, str(killed)]) == 2
@@ -75,9 +71,7 @@ def test_a_reader_that_has_gone(a: str, command: str) -> None:
     assert (found.returncode, found.stderr) == (141, "")
 
 
-def test_another_broken_pipe_is_trouble(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_another_broken_pipe_is_trouble(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     def fail(**_: object) -> int:
         raise BrokenPipeError("of a rank")
 
@@ -111,9 +105,7 @@ def test_max_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err == "graphpasses: --max-tensors is -1; it cannot be negative\n"
 
 
-def test_what_cannot_be_compared_exits_with_2(
-    a: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_compared_exits_with_2(a: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert app.main(["compare", a, f"{tmp_path}/no.jsonl"]) == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -70,12 +70,9 @@ def test_sums_that_are_premul_sums_in_eager(tmp_path: Path, capsys: pytest.Captu
     assert app.main(options) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert (
-        "if eager has a gradient divide factor of 1 (torchtitan), and so PREMUL_SUM: bucket 0, reduce_scatter"
-        in out
+        "if eager has a gradient divide factor of 1 (torchtitan), and so PREMUL_SUM: bucket 0, reduce_scatter" in out
     )
-    assert (
-        "NCCL takes ring ll for eager's PREMUL_SUM and pat simple for the graph's SUM; set NCCL_ALGO=" in out
-    )
+    assert "NCCL takes ring ll for eager's PREMUL_SUM and pat simple for the graph's SUM; set NCCL_ALGO=" in out
     assert app.main([*options, "--env", "NCCL_ALGO=reducescatter:ring"]) == 0
     assert "PREMUL_SUM" not in capsys.readouterr().out
 
@@ -171,12 +168,8 @@ def test_logs_that_do_not_fit(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "more", [[], ["--log", "b.log", "b.jsonl"], ["--log", "b.log", "--nccl-log", "b.log"]]
-)
-def test_one_log_or_two_runs(
-    more: list[str], runs: tuple[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("more", [[], ["--log", "b.log", "b.jsonl"], ["--log", "b.log", "--nccl-log", "b.log"]])
+def test_one_log_or_two_runs(more: list[str], runs: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert app.main(["layout", "diff", "--log", "a.log", runs[0], *more]) == 2
     message = "two logs compare one run on two clusters: layout diff --log A --log B RUN"
     assert capsys.readouterr().err == f"graphpasses: {message}\n"
@@ -203,9 +196,7 @@ def test_impossible_clusters(
     assert capsys.readouterr().err == f"graphpasses: {message}\n"
 
 
-def test_a_log_of_other_rings(
-    runs: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_of_other_rings(runs: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "nccl.log"
     log.write_text("Channel 00/01 : 0 1 1 3\n")
     assert app.main(["layout", "diff", *runs, "--nccl-log", str(log)]) == 2
@@ -218,9 +209,7 @@ def test_a_log_of_other_rings(
 def test_a_run_without_layouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "a.jsonl", None)
     assert app.main(["layout", "show", path]) == 2
-    assert capsys.readouterr().err.startswith(
-        f"graphpasses: '{path}' has no bucket layouts; record it with Parity"
-    )
+    assert capsys.readouterr().err.startswith(f"graphpasses: '{path}' has no bucket layouts; record it with Parity")
 
 
 def test_drift(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,9 +225,7 @@ def test_drift(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert where == "on 40 ranks on 5 nodes, rail rings, 16 channels:"
     assert head.split() == ["gradient", "axis", "bits", "holders", "that", "may", "differ", "why"]
     assert " ".join(outer.split()) == "norm outer same bits one all_reduce gives all of them one sum"
-    assert inner.startswith(
-        "norm      inner  may differ  0|1|2|3|4 and 7 more     all_reduce over outer adds 5 15 "
-    )
+    assert inner.startswith("norm      inner  may differ  0|1|2|3|4 and 7 more     all_reduce over outer adds 5 15 ")
     assert verdict == "gradients, along each axis: 1 with the same bits, 1 may differ, 0 unknown"
     assert app.main([*options, "--gpus-per-node", "5", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["outcome"] == "equal"
@@ -250,9 +237,7 @@ def test_drift(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sharded = make_bucket_layout("reduce_scatter", range(4), "sum", torch.bfloat16, [("norm", (64,), 0)])
     run.write_bytes(header_line(RunHeader("2.13.0", 4, layouts=Layout((sharded,)))) + end_line(0))
     assert app.main([*options[:3], "--mesh", "dp=4"]) == 0
-    assert capsys.readouterr().out.startswith(
-        "no gradient has several holders along an axis of the mesh dp=4: "
-    )
+    assert capsys.readouterr().out.startswith("no gradient has several holders along an axis of the mesh dp=4: ")
 
 
 def test_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,9 +125,7 @@ def batch(step, rank):
         ("import no_such_module", "cannot import 'task.py': No module named 'no_such_module'"),
     ],
 )
-def test_a_task_that_is_none(
-    task: Path, source: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_task_that_is_none(task: Path, source: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     task.write_text(source)
     assert app.main(["parity", "task.py"]) == 2
     assert capsys.readouterr().err.startswith(f"graphpasses: {message}")
@@ -168,9 +166,7 @@ def batch(step, rank):
         (["--ranks", "6", "--gpus-per-node", "4"], "6 ranks cannot fill nodes of 4 GPUs"),
     ],
 )
-def test_wrong_options(
-    task: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_options(task: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert app.main(["parity", "task.py", *options]) == 2
     assert capsys.readouterr().err.startswith(f"graphpasses: {message}")
 

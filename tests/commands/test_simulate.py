@@ -64,6 +64,4 @@ def test_what_is_not_modelled_is_said(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_unknown_variables(capsys: pytest.CaptureFixture[str]) -> None:
     assert app.main(["simulate", "--env", "NCCL_ALGOS=ring"]) == 2
-    assert capsys.readouterr().err.startswith(
-        "graphpasses: --env does not know NCCL_ALGOS; it knows NCCL_ALGO, "
-    )
+    assert capsys.readouterr().err.startswith("graphpasses: --env does not know NCCL_ALGOS; it knows NCCL_ALGO, ")

@@ -14,9 +14,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-STEP = re.compile(
-    r"<!-- (?P<verb>file|edit|append|run)(: (?P<path>\S+))? -->\n```\w+\n(?P<text>.*?)```\n", re.DOTALL
-)
+STEP = re.compile(r"<!-- (?P<verb>file|edit|append|run)(: (?P<path>\S+))? -->\n```\w+\n(?P<text>.*?)```\n", re.DOTALL)
 FOLDERS = ("graphpasses", "tests", "docs")
 FILES = ("conftest.py", "pyproject.toml", "mkdocs.yml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 

@@ -15,9 +15,7 @@ SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def huge_kilobytes() -> int:
-    (line,) = [
-        line for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if "AnonHuge" in line
-    ]
+    (line,) = [line for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if "AnonHuge" in line]
     return int(line.split()[1])
 
 

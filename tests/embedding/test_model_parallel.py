@@ -286,8 +286,7 @@ def repeated(state: dict[str, Any], plus: float = 0.0, **options: float) -> dict
 
     names = {name: name.replace("user", "item") for name in state["state"]}
     groups = [
-        {**group, **options, "params": [names[name] for name in group["params"]]}
-        for group in state["param_groups"]
+        {**group, **options, "params": [names[name] for name in group["params"]]} for group in state["param_groups"]
     ]
     more = {names[name]: second(value) for name, value in state["state"].items()}
     return {"state": {**state["state"], **more}, "param_groups": [*state["param_groups"], *groups]}

@@ -45,9 +45,7 @@ def calls_of(step: Callable[[], Tensor]) -> tuple[int, int]:
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         step().backward()
     names = [event.name for event in profiler.events()]
-    lookups = sum(
-        re.fullmatch(r"fbgemm::split_embedding_codegen_forward\w*_cpu", name) is not None for name in names
-    )
+    lookups = sum(re.fullmatch(r"fbgemm::split_embedding_codegen_forward\w*_cpu", name) is not None for name in names)
     return lookups, names.count("c10d::alltoall_base_")
 
 
@@ -125,9 +123,7 @@ def piped(
     dmp: Callable[..., nn.Module] = DistributedModelParallel,
 ) -> list[float]:
     inner = build(two_parents)
-    tower = (
-        "user" if dmp is TorchRecDMP else "item"
-    )  # TorchRec shards nothing that is planned under a second name
+    tower = "user" if dmp is TorchRecDMP else "item"  # TorchRec shards nothing that is planned under a second name
     model = dmp(
         Piped(inner, calls_both=calls_both),
         device=CPU,
@@ -141,12 +137,8 @@ def piped(
 
 def pipelined() -> list[object]:
     refused = wrong(lambda: piped(TrainPipelineSparseDist, calls_both=True), ShardingError)
-    by_torchrec = wrong(
-        lambda: piped(TrainPipelineSparseDist, calls_both=True, dmp=TorchRecDMP), AssertionError
-    )
-    once, once_piped = (
-        piped(kind, calls_both=False) for kind in (TrainPipelineBase, TrainPipelineSparseDist)
-    )
+    by_torchrec = wrong(lambda: piped(TrainPipelineSparseDist, calls_both=True, dmp=TorchRecDMP), AssertionError)
+    once, once_piped = (piped(kind, calls_both=False) for kind in (TrainPipelineBase, TrainPipelineSparseDist))
     is_control = by_torchrec.startswith("Invalid PipelinedForward usage")
     return [refused, is_control, once == once_piped, len(set(piped(TrainPipelineBase, calls_both=True)))]
 

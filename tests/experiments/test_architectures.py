@@ -124,6 +124,4 @@ def test_a_refusal_is_right_where_it_is_expected(
 
 def test_no_such_architecture(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(only="lstm") == 2
-    assert capsys.readouterr().err.startswith(
-        "no case contains 'lstm'; there are: llama, bf16, llama, fp32, "
-    )
+    assert capsys.readouterr().err.startswith("no case contains 'lstm'; there are: llama, bf16, llama, fp32, ")

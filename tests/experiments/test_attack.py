@@ -30,9 +30,7 @@ def test_corpus(case: Case) -> None:
 def test_a_proof_that_believes_everything_is_told_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge, "prove", lambda *_: Certificate((), (), {}, (), 0.0))
     lines = ("a0 = self.b.exp()", "a1 = x + 1", "self.k0[:16].copy_(a0)", "return self.u.sum()")
-    wrong = Case(
-        lines, ("identity: aten.exp.default: abs(x)", "identity: aten.exp.default: mul.Tensor(x, 1.0)")
-    )
+    wrong = Case(lines, ("identity: aten.exp.default: abs(x)", "identity: aten.exp.default: mul.Tensor(x, 1.0)"))
     assert wrong.disagreement() is None  # exp is not negative
     wrong = Case(lines, ("operator: aten.exp.default is aten.neg.default", wrong.rewrites[1]))
     shrunk = shrink(wrong, "unsound")

@@ -199,9 +199,7 @@ def _play(run: SimulatedRun[Named], done: object) -> TrainedRun:
 
 
 @pytest.mark.multiprocess
-def test_a_simulated_run_that_raised_or_died_failed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_simulated_run_that_raised_or_died_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     failures = {}
     for variants in (("fine", "broken"), ("killed",)):
         runs = [SimulatedRun(Named(), variant, 1, tmp_path) for variant in variants]
@@ -209,7 +207,5 @@ def test_a_simulated_run_that_raised_or_died_failed(
             failures[run.variant] = run.failure
     assert failures["fine"] == ""
     assert failures["broken"] == "ValueError: no [kernel]"
-    assert failures["killed"].startswith(
-        "BrokenProcessPool: A process in the process pool was terminated abruptly"
-    )
+    assert failures["killed"].startswith("BrokenProcessPool: A process in the process pool was terminated abruptly")
     assert "ValueError: no [kernel]\n" in capsys.readouterr().out

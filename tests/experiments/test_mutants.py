@@ -85,9 +85,7 @@ def test_what_is_not_waited_for_is_not_there(hybrid: Pair, judged_edit: Callable
 
     judged = judged_edit(drop)
     assert judged.result == "other bits"
-    assert judged.verdicts["verify"].rejected.startswith(
-        "pass 'wrong' left collective all_gather_into_tensor"
-    )
+    assert judged.verdicts["verify"].rejected.startswith("pass 'wrong' left collective all_gather_into_tensor")
     assert not judged.is_missed
 
 

@@ -49,9 +49,7 @@ def test_a_floor_is_the_sum_of_the_fastest_rounds() -> None:
     assert Floor({"lookups": Timing(1.0, (0.5,))}).seconds == 0.5
 
 
-@pytest.mark.parametrize(
-    ("ours", "peak", "missed"), [(115.0, 1400.0, 0), (116.0, 1400.0, 1), (116.0, 1410.0, 3)]
-)
+@pytest.mark.parametrize(("ours", "peak", "missed"), [(115.0, 1400.0, 0), (116.0, 1400.0, 1), (116.0, 1410.0, 3)])
 def test_goals(ours: float, peak: float, missed: int) -> None:
     found = goals(workload(), results(ours, peak))
     assert [goal.what for goal in found] == [

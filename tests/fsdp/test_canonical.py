@@ -174,9 +174,7 @@ def test_replicas_of_one_shard() -> None:
 
 def test_a_mesh_in_another_order() -> None:
     def permuted() -> nn.Module:
-        return fully_shard(
-            nn.Linear(2, 2), mesh=DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("a", "b"))
-        )
+        return fully_shard(nn.Linear(2, 2), mesh=DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("a", "b")))
 
     refused(4, permuted, r"is reduced over the ranks \[0, 2, 1, 3\], .*Make the mesh with init_device_mesh$")
 
@@ -198,9 +196,7 @@ def test_gradients_that_are_kept_rounded() -> None:
     def low() -> nn.Module:
         return shard(LanguageModel().bfloat16(), (2,), reduced_wider)
 
-    refused(
-        2, low, r"keeps gradients in torch\.bfloat16, which would round the sums .*added in torch\.float32"
-    )
+    refused(2, low, r"keeps gradients in torch\.bfloat16, which would round the sums .*added in torch\.float32")
     refused(
         2,
         on(2, policy=FP32),
@@ -230,9 +226,7 @@ def test_buffers_in_another_order() -> None:
         output, again = (comm.allocate((4,), **options) for _ in range(2))
         assert (given.dtype, output.dtype, again.dtype) == (torch.bfloat16, torch.float32, torch.bfloat16)
         comm(output, given.zero_(), dist.group.WORLD, dist.ReduceOp.SUM)
-        with pytest.raises(
-            UnsupportedError, match=r"its output is torch\.bfloat16, and the sum torch\.float32"
-        ):
+        with pytest.raises(UnsupportedError, match=r"its output is torch\.bfloat16, and the sum torch\.float32"):
             comm(again, given, dist.group.WORLD, dist.ReduceOp.SUM)
 
     run_cluster(reduce, Topology(2, gpus_per_node=2))
@@ -241,9 +235,7 @@ def test_buffers_in_another_order() -> None:
 def test_misuse_of_a_microbatch_tree() -> None:
     def misuse() -> None:
         model = shard(LanguageModel(), (2,))
-        with pytest.raises(
-            UnsupportedError, match=r"'layers\.0' adds ranks in NCCL's order; call canonical_red"
-        ):
+        with pytest.raises(UnsupportedError, match=r"'layers\.0' adds ranks in NCCL's order; call canonical_red"):
             gp.MicrobatchTree(model)
         gp.canonical_reductions(model)
         tree = gp.MicrobatchTree(model)
@@ -252,24 +244,18 @@ def test_misuse_of_a_microbatch_tree() -> None:
         assert isinstance(model, FSDPModule)
         model.set_requires_gradient_sync(False)
         loss_fn(model, *token_batch(0)).backward()
-        with pytest.raises(
-            UnsupportedError, match=r"no parameter has a reduced gradient: call add\(\) after"
-        ):
+        with pytest.raises(UnsupportedError, match=r"no parameter has a reduced gradient: call add\(\) after"):
             tree.add()
         model.set_requires_gradient_sync(True)
         loss_fn(model, *token_batch(0)).backward()
         tree.add()
         loss_fn(model, *token_batch(1)).backward()
         model.norm.weight.grad = None
-        with pytest.raises(
-            UnsupportedError, match=r"'norm\.weight' has a gradient in some microbatches and none"
-        ):
+        with pytest.raises(UnsupportedError, match=r"'norm\.weight' has a gradient in some microbatches and none"):
             tree.add()
         tree.finish()
         loss_fn(model, *token_batch(1)).backward()  # without zero_grad
-        with pytest.raises(
-            UnsupportedError, match=r"still has the last step's sum: call optimizer\.zero_grad"
-        ):
+        with pytest.raises(UnsupportedError, match=r"still has the last step's sum: call optimizer\.zero_grad"):
             tree.add()
 
     run_cluster(misuse, Topology(2, gpus_per_node=2))

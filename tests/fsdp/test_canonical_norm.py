@@ -41,9 +41,7 @@ def norms(shape: Sequence[int]) -> tuple[str, ...]:
         generator = torch.Generator().manual_seed(len(name))
         whole = torch.randn(GRADIENTS[name], generator=generator)
         assert isinstance(parameter, DTensor)
-        parameter.grad = distribute_tensor(
-            whole, parameter.device_mesh, parameter.placements, src_data_rank=None
-        )
+        parameter.grad = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
     usual = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     norm = gp.canonical_clip_grad_norm_(model.parameters(), 1.0)
     assert isinstance(usual, DTensor)

@@ -48,9 +48,7 @@ def test_float32_parameters(name: str, foreach: bool) -> None:
         ),
     ],
 )
-def test_vectors_and_what_is_left_of_them(
-    name: str, dtype: torch.dtype, options: dict[str, Any], what: str
-) -> None:
+def test_vectors_and_what_is_left_of_them(name: str, dtype: torch.dtype, options: dict[str, Any], what: str) -> None:
     with pytest.raises(UnsupportedError, match=what):
         gp.check_canonical_update(made(name, dtype, **options, **ELEMENTWISE[name]))
 

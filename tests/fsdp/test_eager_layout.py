@@ -44,9 +44,7 @@ class Recorder:
     def record(self, collective: str, tensor: torch.Tensor, group: dist.ProcessGroup, op: Any) -> None:
         name = "avg" if op == dist.ReduceOp.AVG else "sum" if op == dist.ReduceOp.SUM else str(op)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self.calls.append(
-            (collective, tuple(dist.get_process_group_ranks(group)), name, dtype, to_bytes(tensor))
-        )
+        self.calls.append((collective, tuple(dist.get_process_group_ranks(group)), name, dtype, to_bytes(tensor)))
 
 
 def to_bytes(tensor: torch.Tensor) -> bytes:
@@ -56,9 +54,7 @@ def to_bytes(tensor: torch.Tensor) -> bytes:
 def plain_gradients(case: Case) -> dict[str, torch.Tensor]:
     model = build(case)
     model(torch.zeros((), requires_grad=True)).backward()
-    return {
-        name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()
-    }
+    return {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()}
 
 
 def shard(case: Case, model: nn.Module) -> nn.Module:
@@ -158,9 +154,7 @@ def check_control_pre_order() -> None:
     right = eager_layout(shard(case, model)).buckets[0]
     assert sorted(e.fqn for e in wrong.entries) == sorted(e.fqn for e in right.entries)
     assert [e.fqn for e in wrong.entries] != [e.fqn for e in right.entries]
-    assert not torch.equal(
-        fill(wrong, NUM_RANKS, gradients, case, 1), fill(right, NUM_RANKS, gradients, case, 1)
-    )
+    assert not torch.equal(fill(wrong, NUM_RANKS, gradients, case, 1), fill(right, NUM_RANKS, gradients, case, 1))
 
 
 def check_ties_in_different_groups() -> None:
@@ -201,9 +195,7 @@ def check_hook_and_dtypes_are_refused() -> None:
         eager_layout(model)
     plain = build(case)
     plain.p1 = nn.Parameter(plain.p1.to(torch.bfloat16))
-    with pytest.raises(
-        ValueError, match=r"several dtypes, torch.bfloat16, torch.float32, which FSDP2 refuses"
-    ):
+    with pytest.raises(ValueError, match=r"several dtypes, torch.bfloat16, torch.float32, which FSDP2 refuses"):
         eager_layout(shard(case, plain))
 
 

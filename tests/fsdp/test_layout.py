@@ -173,7 +173,5 @@ def test_unknown_dtype() -> None:
 
 
 def test_model_without_fully_shard() -> None:
-    with pytest.raises(
-        LayoutError, match=r"^the model has no FSDP2 parameter group; call fully_shard on it first$"
-    ):
+    with pytest.raises(LayoutError, match=r"^the model has no FSDP2 parameter group; call fully_shard on it first$"):
         eager_layout(nn.Linear(2, 2))

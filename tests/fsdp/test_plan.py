@@ -192,9 +192,7 @@ def test_ties_across_buckets(plan: BucketPlan, names: tuple[str, str], entries: 
 def test_malformed_entries() -> None:
     with pytest.raises(PlanError, match=r"^a plan entry is empty; it must name at least one of the modules$"):
         BucketPlan.from_modules([["emb"], []])
-    with pytest.raises(
-        PlanError, match=r"^a plan entry is empty; it must name at least one of the parameters$"
-    ):
+    with pytest.raises(PlanError, match=r"^a plan entry is empty; it must name at least one of the parameters$"):
         BucketPlan.from_parameters([[]])
     with pytest.raises(PlanError, match=r"^a plan entry must be a list of FQNs, not the string 'emb'$"):
         BucketPlan.from_modules(["emb"])
@@ -203,9 +201,7 @@ def test_malformed_entries() -> None:
 def test_reduction_is_checked() -> None:
     with pytest.raises(PlanError, match=r"^reduce_scatter_op must be 'avg', 'sum' or 'tree', not 'max'$"):
         Reduction("max")
-    with pytest.raises(
-        PlanError, match=r"^reduce_scatter_op 'sum' goes with all_reduce_op 'sum', not 'avg'$"
-    ):
+    with pytest.raises(PlanError, match=r"^reduce_scatter_op 'sum' goes with all_reduce_op 'sum', not 'avg'$"):
         Reduction("sum")
     with pytest.raises(PlanError, match=r"^postdivide must be positive or None, not 0\.0$"):
         Reduction("sum", "sum", postdivide=0.0)

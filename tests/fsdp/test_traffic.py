@@ -33,16 +33,12 @@ def build(mesh_shape: tuple[int, ...]) -> nn.Module:
 def case(request: pytest.FixtureRequest) -> Iterator[tuple[nn.Module, CapturedStep]]:
     with fake_process_group(4):
         model = build(request.param)
-        step = capture_train_step(
-            lambda model, x: model(x).float().sum(), model, torch.ones(3, 6), check=False
-        )
+        step = capture_train_step(lambda model, x: model(x).float().sum(), model, torch.ones(3, 6), check=False)
         yield model, default_pipeline().run(step, graph_diff=True, prove=False)
 
 
 def sent(traffic: Traffic) -> list[tuple[str, int, int, int]]:
-    return sorted(
-        (each.collective, each.num_bytes, each.num_ranks, each.stride) for each in traffic.transfers
-    )
+    return sorted((each.collective, each.num_bytes, each.num_ranks, each.stride) for each in traffic.transfers)
 
 
 def test_graph_and_layout_send_the_same(case: tuple[nn.Module, CapturedStep]) -> None:
@@ -89,9 +85,7 @@ def test_order_of_a_step_that_overlaps() -> None:
     names = [(each.collective, each.num_bytes) for each in traffic.transfers]
     gathers = [("all_gather", size) for size in (small, large, large, small)]
     assert names == [*gathers, ("reduce_scatter", 2 * large), ("reduce_scatter", 2 * small)]
-    kinds = [
-        (event.kind, event.transfer if event.kind != "compute" else event.flops) for event in traffic.events
-    ]
+    kinds = [(event.kind, event.transfer if event.kind != "compute" else event.flops) for event in traffic.events]
     assert kinds == [
         ("launch", 0),
         ("launch", 1),
@@ -128,8 +122,7 @@ def test_regrouped() -> None:
     both.append(make_bucket_layout("all_reduce", (0, 2), "avg", F32, parameters, num_shards=2))
     found = Layout(tuple(both)).regrouped([("c", "a"), ("unknown",)])
     assert [
-        (bucket.collective, [(entry.fqn, entry.offset) for entry in bucket.entries])
-        for bucket in found.buckets
+        (bucket.collective, [(entry.fqn, entry.offset) for entry in bucket.entries]) for bucket in found.buckets
     ] == [
         ("reduce_scatter", [("c", 0), ("a", 32)]),
         ("all_reduce", [("c", 0), ("a", 32)]),
@@ -137,7 +130,5 @@ def test_regrouped() -> None:
         ("all_reduce", [("b", 0)]),
     ]
     other = make_bucket_layout("reduce_scatter", (0, 1), "avg", BF16, [("d", (4, 4), 0)])
-    with pytest.raises(
-        LayoutError, match=r"^'a' and 'd' cannot share a bucket: they are reduced differently$"
-    ):
+    with pytest.raises(LayoutError, match=r"^'a' and 'd' cannot share a bucket: they are reduced differently$"):
         Layout((*both, other)).regrouped([("a", "d")])

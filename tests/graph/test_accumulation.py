@@ -53,9 +53,7 @@ def test_gradients_wait_where_eager_leaves_them(policy: MixedPrecisionPolicy) ->
         for module in (model[0], model):
             for parameter in fully_shard.state(module)._fsdp_param_groups[0].fsdp_params:
                 leaf = parameter._unsharded_param
-                assert (
-                    parameter.all_gather_outputs[0].untyped_storage().nbytes() == 0
-                )  # no memory but the gradients'
+                assert parameter.all_gather_outputs[0].untyped_storage().nbytes() == 0  # no memory but the gradients'
                 assert (leaf.grad is None) == (policy is MIXED)
         eager = sharded(policy)
         eager.set_requires_gradient_sync(False)
@@ -76,16 +74,12 @@ def test_nothing_is_reduced_until_the_last() -> None:
         before = [each.to_local().clone() for each in model.parameters()]
         step.accumulate(X)
         everything = tuple(sorted(fqn for fqn, _ in model.named_parameters()))
-        assert step.cut_steps.fitting(step, Waiting(kept=everything)).collectives() == {
-            "all_gather_into_tensor": 2
-        }
+        assert step.cut_steps.fitting(step, Waiting(kept=everything)).collectives() == {"all_gather_into_tensor": 2}
         assert step.collectives() == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2}  # control
         assert all(same_bits(each.to_local(), b) for each, b in zip(model.parameters(), before, strict=True))
         step(X)
         assert not pending_gradients(step.model)
-        assert not any(
-            same_bits(each.to_local(), b) for each, b in zip(model.parameters(), before, strict=True)
-        )
+        assert not any(same_bits(each.to_local(), b) for each, b in zip(model.parameters(), before, strict=True))
 
 
 def test_a_capture_leaves_alone_what_waits() -> None:
@@ -200,6 +194,4 @@ def test_a_step_that_was_made_of_a_trace() -> None:
         step = capture_train_step(loss_fn, model := sharded(), X)
         step.cuts = None
         model.set_requires_gradient_sync(False)
-        assert refused(lambda: step(X)).startswith(
-            "gradients wait in FSDP2 to be reduced, or are to wait (set_"
-        )
+        assert refused(lambda: step(X)).startswith("gradients wait in FSDP2 to be reduced, or are to wait (set_")

@@ -65,9 +65,7 @@ def test_written_memory_that_the_batch_shares() -> None:
     assert refused(step, x[:2], step.model.seen) == (
         "the step writes seen in place, which shares memory with batch[1]; pass a clone of batch[1]"
     )
-    assert refused(step, step.model.seen, seen).startswith(
-        "the step writes seen in place, which shares memory"
-    )
+    assert refused(step, step.model.seen, seen).startswith("the step writes seen in place, which shares memory")
     assert same_bits(x, torch.zeros(4, 4))
 
 
@@ -78,9 +76,7 @@ def test_shared_memory_that_nobody_writes() -> None:
     assert same_bits(step(X, X), step(X, X.clone()))
 
 
-@pytest.mark.parametrize(
-    ("captured_value", "other"), [(0.0, -0.0), (math.nan, 1.0), (1, True), (1.0, 1), ("a", "b")]
-)
+@pytest.mark.parametrize(("captured_value", "other"), [(0.0, -0.0), (math.nan, 1.0), (1, True), (1.0, 1), ("a", "b")])
 def test_plain_values_that_differ(captured_value: object, other: object) -> None:
     step = capture_train_step(lambda model, x, value: model(x).sum(), nn.Linear(4, 1), X, captured_value)
     step(X, captured_value)

@@ -37,9 +37,7 @@ def test_fsdp_shards_what_tensor_parallelism_leaves() -> None:
         "head.weight": (8, 8),
         "head.bias": (8,),
     }
-    assert {(info.shard_dim, info.shard_ranks, info.replicate_ranks) for info in infos.values()} == {
-        (0, (1, 3), ())
-    }
+    assert {(info.shard_dim, info.shard_ranks, info.replicate_ranks) for info in infos.values()} == {(0, (1, 3), ())}
 
 
 def test_ranks_of_an_fsdp_group_know_the_same() -> None:
@@ -50,9 +48,7 @@ def test_ranks_of_an_fsdp_group_know_the_same() -> None:
 def test_hybrid_over_tensor_parallelism() -> None:
     for rank, shard_ranks, replicate_ranks in ((0, (0, 2), (0, 4)), (7, (5, 7), (3, 7))):
         infos = infos_of(rank, num_ranks=8, hybrid=True).values()
-        assert {(info.shard_ranks, info.replicate_ranks) for info in infos} == {
-            (shard_ranks, replicate_ranks)
-        }
+        assert {(info.shard_ranks, info.replicate_ranks) for info in infos} == {(shard_ranks, replicate_ranks)}
         assert {info.shape for info in infos} == {(8, 8), (8,)}
 
 

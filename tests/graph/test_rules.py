@@ -222,12 +222,8 @@ def test_live_inputs() -> None:
     def forget(graph: DynamoGraph) -> None:
         graph.live = ()
 
-    assert broken("live-inputs", graph, forget) == [
-        "left 0 live values for 1 inputs; add them with add_input"
-    ]
-    message = (
-        r"^the pass rewrites what Dynamo traced, a DynamoGraph; it was given a TrainGraph of the stage step$"
-    )
+    assert broken("live-inputs", graph, forget) == ["left 0 live values for 1 inputs; add them with add_input"]
+    message = r"^the pass rewrites what Dynamo traced, a DynamoGraph; it was given a TrainGraph of the stage step$"
     with pytest.raises(PipelineError, match=message):
         DynamoGraph.of(make(Stage.STEP, [InputKind.BATCH]))
 

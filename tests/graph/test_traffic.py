@@ -33,9 +33,7 @@ def test_parameters_are_padded_for_the_ranks() -> None:
 
 
 def test_ranks_that_groups_do_not_divide() -> None:
-    with pytest.raises(
-        TopologyError, match=r"^6 ranks do not divide by the 4 of each group inside of the world; "
-    ):
+    with pytest.raises(TopologyError, match=r"^6 ranks do not divide by the 4 of each group inside of the world; "):
         Traffic(8, HYBRID, ()).at(6)
 
 

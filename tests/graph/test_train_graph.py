@@ -322,9 +322,7 @@ def test_find_state_looks_past_simple_fsdp() -> None:
         model = step.model
         assert type(get_state(model, "layers.0.gain")).__name__ == "DTensor"
         assert get_state(model, "head.weight") is get_state(model, "emb.weight")
-        with pytest.raises(
-            CaptureError, match=r"^the model has no parameter or buffer 'layers\.7\.gain' any more"
-        ):
+        with pytest.raises(CaptureError, match=r"^the model has no parameter or buffer 'layers\.7\.gain' any more"):
             get_state(model, "layers.7.gain")
 
 

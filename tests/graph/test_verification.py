@@ -134,9 +134,7 @@ def test_wait_for_no_collective(step: TrainGraph) -> None:
             view = graph.emit(torch.ops.aten.alias.default, (wait,), like=wait)
             user.replace_input_with(wait, graph.emit(WAIT, (view,), like=wait))
 
-    assert_rejected(
-        step, wait_for_view, "left wait_tensor_default waiting for alias_default, not a collective"
-    )
+    assert_rejected(step, wait_for_view, "left wait_tensor_default waiting for alias_default, not a collective")
 
 
 def test_dropped_gradient(step: TrainGraph) -> None:
@@ -154,9 +152,7 @@ def test_gained_gradient() -> None:
     model.register_parameter("idle", idle)
     step = capture_train_step(lambda model, x: model(x).sum(), model, torch.ones(4, 3))
     slot = step.gradient_slots()["idle"][0]
-    with pytest.raises(
-        VerificationError, match=r"^pass 'rewrite' changed the step's gradients: gained idle$"
-    ):
+    with pytest.raises(VerificationError, match=r"^pass 'rewrite' changed the step's gradients: gained idle$"):
         Pipeline((Rewrite(lambda graph: graph.set_output(slot, graph.output_values[0])),)).run(step)
 
 
@@ -176,9 +172,7 @@ def test_removed_inputs() -> None:
 
 
 def test_removed_input_that_is_read(step: TrainGraph) -> None:
-    with pytest.raises(
-        PipelineError, match="^" + re.escape(CULPRIT + "failed: RuntimeError: Tried to erase")
-    ):
+    with pytest.raises(PipelineError, match="^" + re.escape(CULPRIT + "failed: RuntimeError: Tried to erase")):
         run(step, lambda graph: graph.remove_inputs([0]))
 
 

@@ -110,8 +110,7 @@ def train(how: Training, shape: Sequence[int]) -> list[str]:
     hashes = []
     for index in range(how.num_steps):
         numbers = (
-            rank * num_own + j if how.microbatches == "rank-major" else j * num_ranks + rank
-            for j in range(num_own)
+            rank * num_own + j if how.microbatches == "rank-major" else j * num_ranks + rank for j in range(num_own)
         )
         batches = (token_batch(100 * index + k) for k in numbers)
         in_tree = how.ranks == "tree" and how.microbatches != "plain"

@@ -65,9 +65,7 @@ def post_order_trap() -> Coded:
         {"second": Coded({"weight": (6, 2), "bias": (6,)}), "inner": inner, "first": Coded({"weight": (7,)})},
         runs=("first", "inner", "second"),
     )
-    return Coded(
-        {"temperature": (1,)}, {"out": Coded({"weight": (8,)}), "block": block}, runs=("block", "out")
-    )
+    return Coded({"temperature": (1,)}, {"out": Coded({"weight": (8,)}), "block": block}, runs=("block", "out"))
 
 
 def sizes() -> Coded:

@@ -95,9 +95,7 @@ def compiled(p: GraphPass, function: Callable[..., Any], *inputs: Any, stage: St
     """Compiles a function or model for inputs; returns its graph of a stage before and after a pass."""
     before, after = _Before((stage,)), _After((stage,))
     torch.compiler.reset()
-    graphpasses.compile(function, pipeline=Pipeline((before, p, after)), inner="aot_eager", fullgraph=True)(
-        *inputs
-    )
+    graphpasses.compile(function, pipeline=Pipeline((before, p, after)), inner="aot_eager", fullgraph=True)(*inputs)
     return [*before.graphs, *after.graphs]
 
 

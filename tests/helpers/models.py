@@ -203,9 +203,7 @@ class ParallelBlock(nn.Module):
 class Parallel(nn.Module):
     """Embedding, blocks and head for tensor parallelism."""
 
-    def __init__(
-        self, num_ups: int = 1, num_runs: int = 1, norm: Callable[[int], nn.Module] = nn.LayerNorm
-    ) -> None:
+    def __init__(self, num_ups: int = 1, num_runs: int = 1, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:
         super().__init__()
         self.emb = nn.Embedding(16, 8)
         self.layers = nn.ModuleList(ParallelBlock(num_ups, num_runs, norm) for _ in range(2))
@@ -304,9 +302,7 @@ _CAPTURED: dict[object, TrainGraph] = {}
 
 
 @contextmanager
-def on_fake_ranks(
-    model: nn.Module, *, rank: int = 0, hybrid: bool = False, **options: Any
-) -> Iterator[TrainGraph]:
+def on_fake_ranks(model: nn.Module, *, rank: int = 0, hybrid: bool = False, **options: Any) -> Iterator[TrainGraph]:
     """The step of ``model`` on one of four ranks of a fake process group; models of one kind are traced once."""
     parameters = list(model.named_parameters(remove_duplicate=False))
     first = {id(p): fqn for fqn, p in reversed(parameters)}

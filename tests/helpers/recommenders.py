@@ -63,9 +63,7 @@ def bags(
 def sequences(num_tables: int) -> nn.Module:
     """Returns an EmbeddingCollection of tables ``t0`` on features ``f0``."""
     tables = [
-        EmbeddingConfig(
-            name=f"t{index}", feature_names=[f"f{index}"], num_embeddings=NUM_ROWS, embedding_dim=DIM
-        )
+        EmbeddingConfig(name=f"t{index}", feature_names=[f"f{index}"], num_embeddings=NUM_ROWS, embedding_dim=DIM)
         for index in range(num_tables)
     ]
     return EmbeddingCollection(tables, device=CPU)
@@ -190,9 +188,7 @@ class Compiled:
     def __init__(self, model: nn.Module, *, fullgraph: bool = True, **options: Any) -> None:
         torch.compiler.reset()
         self.model, self.backend = model, CompileReport()
-        self.call = graphpasses.compile(
-            model, inner="aot_eager", fullgraph=fullgraph, report=self.backend, **options
-        )
+        self.call = graphpasses.compile(model, inner="aot_eager", fullgraph=fullgraph, report=self.backend, **options)
 
     def __call__(self, *args: Any) -> Any:
         return self.call(*args)
@@ -258,9 +254,7 @@ def differences(case: Case, compile: Callable[[nn.Module], Any] = Compiled) -> l
         states = state_of(eager), state_of(model)
         if not same(*states):
             names = [
-                n
-                for n, value in states[0].items()
-                if n not in states[1] or not torch.equal(value, states[1][n])
+                n for n, value in states[0].items() if n not in states[1] or not torch.equal(value, states[1][n])
             ]
             found.append(f"step {step}: {names or 'other names'}")
     if same(start, state_of(eager)):

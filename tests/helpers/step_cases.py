@@ -110,9 +110,7 @@ CASES = {
     "frozen": Case(frozen),
     "unused": Case(Unused),
     "hybrid": Case(hybrid=True, num_backwards=2, num_ranks=4),
-    "tensor_parallel": Case(
-        Parallel, reshard_after_forward=None, tensor_parallel=True, num_backwards=2, num_ranks=4
-    ),
+    "tensor_parallel": Case(Parallel, reshard_after_forward=None, tensor_parallel=True, num_backwards=2, num_ranks=4),
     # A weight that is used twice, and norms whose weights get float32 gradients.
     "tensor_parallel_fp32_reduce": Case(
         partial(Parallel, num_ups=2, norm=nn.RMSNorm),
@@ -141,9 +139,7 @@ CASES = {
 
 # FSDP2 of torch 2.15 adds these gradients in the dtype of their reduction, which SimpleFSDP cannot; it is refused.
 NOT_SIMPLE = {"fp16_reduce", "hybrid_fp16_reduce"}
-SIMPLE_CASES = {
-    name: case for name, case in CASES.items() if not (HAS_DTYPES_BY_PARAMETER and name in NOT_SIMPLE)
-}
+SIMPLE_CASES = {name: case for name, case in CASES.items() if not (HAS_DTYPES_BY_PARAMETER and name in NOT_SIMPLE)}
 
 
 def shard_eagerly(case: Case, model: nn.Module) -> nn.Module:
@@ -241,9 +237,7 @@ def collectives_beside_fsdp(graph: TrainGraph) -> Counter[str]:
     """Counts those of tensor parallelism: eager launches them, too, but elsewhere than FSDP2's."""
     infos = graph.parameters.values()
     groups = {info.shard_ranks for info in infos} | {info.replicate_ranks for info in infos}
-    nodes = (
-        node for node in graph.graph.nodes if is_collective(node) and collective_ranks(node) not in groups
-    )
+    nodes = (node for node in graph.graph.nodes if is_collective(node) and collective_ranks(node) not in groups)
     return Counter(node.target.__name__.split(".")[0] for node in nodes)
 
 
@@ -319,9 +313,7 @@ def of_this_world(cases: dict[str, Case]) -> list[str]:
     return [name for name, case in cases.items() if case.num_ranks == dist.get_world_size()]
 
 
-def outcomes_by_case(
-    train_all: Callable[[], dict[str, Outcome]], *nums_ranks: int
-) -> dict[str, list[Outcome]]:
+def outcomes_by_case(train_all: Callable[[], dict[str, Outcome]], *nums_ranks: int) -> dict[str, list[Outcome]]:
     """Returns the outcomes of all ranks by case.
 
     Args:

@@ -110,10 +110,7 @@ def test_a_bucket_that_was_split() -> None:
     parameters = [[("layers.0.up.weight", (512, 100), 0)]]
     parameters.append([("layers.0.up.bias", (512,), 0), ("layers.0.norm.weight", (100,), 0)])
     parts = Layout(
-        tuple(
-            make_bucket_layout("reduce_scatter", range(16), "avg", torch.bfloat16, each)
-            for each in parameters
-        )
+        tuple(make_bucket_layout("reduce_scatter", range(16), "avg", torch.bfloat16, each) for each in parameters)
     )
     first, second = (group[0] for group in draw(whole, parts))
     assert [segment.label for segment in first.b.segments] == ["weight"]

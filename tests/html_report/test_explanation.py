@@ -53,9 +53,7 @@ def test_the_example_follows_an_element() -> None:
     first = predict(layout(), layout(BIAS_FIRST), CLUSTER).reordered[0].stretches[0][0]
     assert f"in A it lies at byte {2 * first:,}, where channel 0 adds the ranks in the order " in example
     assert f"in B at byte {2 * first + 64:,}, where channel 1 adds the ranks in the order " in example
-    assert example.endswith(
-        "Each of these sums is rounded to bfloat16, so another order may give other bits."
-    )
+    assert example.endswith("Each of these sums is rounded to bfloat16, so another order may give other bits.")
 
 
 def test_ranks_of_a_group_are_the_worlds() -> None:
@@ -103,9 +101,7 @@ def test_the_order_explains_nothing() -> None:
     said = sentences(["layers.0.norm.weight"], layout(), layout(BIAS_FIRST))
     assert said[2:] == ["None of them differs; what differs has another cause."]
     said = sentences(MOVED, layout(), layout(BIAS_FIRST), replace(CLUSTER, mode="shared"))
-    assert said[1].startswith(
-        "4 gradients have another place, but on this cluster no element is added in another"
-    )
+    assert said[1].startswith("4 gradients have another place, but on this cluster no element is added in another")
     assert sentences(MOVED, layout(), layout())[1].startswith("Both runs reduce with the same layout")
 
 

@@ -161,9 +161,7 @@ def test_hovering_names_parameter_and_offset(browser: Chrome, runs: list[Run], t
 def test_bars_are_to_scale(browser: Chrome, runs: list[Run], tmp_path: Path) -> None:
     open_page(browser, tmp_path / "page.html", *runs)
     (bar, *_) = find(browser, "#B .half.top .bar")
-    widths = [
-        segment.rect["width"] / bar.rect["width"] for segment in bar.find_elements(By.CSS_SELECTOR, ".seg")
-    ]
+    widths = [segment.rect["width"] / bar.rect["width"] for segment in bar.find_elements(By.CSS_SELECTOR, ".seg")]
     assert widths[0] == pytest.approx(3200 / 3239, abs=0.002)
     assert widths[1] == pytest.approx(32 / 3239, abs=0.002)
     joins = find(browser, "#B .group > .pair .joins polygon")
@@ -173,8 +171,7 @@ def test_bars_are_to_scale(browser: Chrome, runs: list[Run], tmp_path: Path) -> 
 def test_400_buckets(browser: Chrome, write_run: WriteRun, tmp_path: Path) -> None:
     """Equal layers are one drawing, so the page stays short; all are there when unfolded."""
     runs = [
-        write_run(f"{num}", layout(order, num_layers=400))
-        for num, order in enumerate([BIAS_FIRST[::-1], BIAS_FIRST])
+        write_run(f"{num}", layout(order, num_layers=400)) for num, order in enumerate([BIAS_FIRST[::-1], BIAS_FIRST])
     ]
     open_page(browser, tmp_path / "page.html", *runs)
     assert len(find(browser, "#B .pair")) == 400

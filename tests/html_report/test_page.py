@@ -44,9 +44,7 @@ def test_equal_runs(write_run: WriteRun) -> None:
 
 def test_runs_that_part(write_run: WriteRun) -> None:
     differs = {2: ["layers.0.up.bias"], 3: ["layers.0.up.bias"]}
-    page = text_of(
-        render(write_run("eager", layout()), write_run("graph", layout(BIAS_FIRST), differs=differs))
-    )
+    page = text_of(render(write_run("eager", layout()), write_run("graph", layout(BIAS_FIRST), differs=differs)))
     assert "Differs from A first in step 2: 1 gradients and 1 weights." in page
     assert "2 buckets. 4 gradients have another place (byte, bucket size or reduction);" in page
     assert "4 of them have elements that are reduced in another order or differently" in page
@@ -96,9 +94,7 @@ def test_a_run_without_steps(write_run: WriteRun) -> None:
 
 
 def test_layouts_of_one_run_only(write_run: WriteRun) -> None:
-    page = text_of(
-        render(write_run("eager", layout()), write_run("graph", differs={0: ["layers.0.up.bias"]}))
-    )
+    page = text_of(render(write_run("eager", layout()), write_run("graph", differs={0: ["layers.0.up.bias"]})))
     assert "Where gradients lie in their buckets is not known" in page
     assert "B recorded no bucket layouts" in page
     page = text_of(render(write_run("eager"), write_run("graph", layout())))
@@ -119,9 +115,7 @@ def test_clusters_of_other_sizes(write_run: WriteRun) -> None:
         write_run("graph", layout(num_ranks=8), num_ranks=8, differs={0: ["layers.0.up.bias"]}),
     )
 
-    page = text_of(
-        render_page([ShownRun(a, CLUSTER), ShownRun(b, Topology(8, gpus_per_node=8), True)]).decode()
-    )
+    page = text_of(render_page([ShownRun(a, CLUSTER), ShownRun(b, Topology(8, gpus_per_node=8), True)]).decode())
     assert "The runs had other clusters, on which the same sum has another order." in page
     assert "8 ranks on 1 node, shared rings, 16 channels (assumed)" in page
 
@@ -148,10 +142,7 @@ def test_what_was_not_compared_is_not_called_equal(write_run: WriteRun) -> None:
 
     page = render(without("eager"), without("graph", differs={1: ["layers.0.up.bias"]}))
     assert "0</b> gradients and <b>1</b> weights" in page
-    assert (
-        "Losses are equal, gradients were not compared: the backward pass, a reduction or the optimizer"
-        in page
-    )
+    assert "Losses are equal, gradients were not compared: the backward pass, a reduction or the optimizer" in page
     assert "<tr><td>layers.0.up.bias</td><td>–</td><td>differs</td></tr>" in page
 
 
@@ -260,7 +251,4 @@ def test_timelines_of_a_pass(write_run: WriteRun) -> None:
     page = render(write_run("graph", layout(), passes=report))
     assert "FSDP2's order: 4.0 ms, of which 1.0 wait for collectives" in text_of(page).replace("&#39;", "'")
     assert page.count('class="span kept" style="left:0.000%;width:75.000%"') == 2
-    assert (
-        page.count('class="span moved" style="left:25.000%;width:25.000%" data-tip="all_gather, 1.0 MB: a')
-        == 1
-    )
+    assert page.count('class="span moved" style="left:25.000%;width:25.000%" data-tip="all_gather, 1.0 MB: a') == 1

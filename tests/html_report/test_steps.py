@@ -51,9 +51,7 @@ def with_losses(run: Run, *losses: Loss) -> Run:
 
 
 def test_losses_that_are_not_finite_break_the_line(write_run: WriteRun) -> None:
-    losses = [
-        Loss("float32", ("0",) * 2, values) for values in (("4.0", "4.0"), ("inf", "-inf"), ("3.0", "3.0"))
-    ]
+    losses = [Loss("float32", ("0",) * 2, values) for values in (("4.0", "4.0"), ("inf", "-inf"), ("3.0", "3.0"))]
     chart = draw_losses([("A", with_losses(write_run("a", num_steps=3), *losses))])
     assert chart is not None
     assert chart.lines[0].stretches == ("0.0,0.0", "1000.0,200.0")

@@ -56,9 +56,7 @@ def make_model(how: str) -> Any:
             x, labels = batch
             scores = self.layers(x)
             loss = nn.functional.cross_entropy(scores, labels)
-            if (how == "reads the epoch" and self.current_epoch) or (
-                how == "reads batch_idx" and batch_idx % 2
-            ):
+            if (how == "reads the epoch" and self.current_epoch) or (how == "reads batch_idx" and batch_idx % 2):
                 loss = 2 * loss
             if how == "logs an accuracy":
                 self.log("accuracy", (scores.argmax(-1) == labels).float().mean())
@@ -112,9 +110,7 @@ def train(
 
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
-    data = TensorDataset(
-        torch.randn(40, 8, generator=generator), torch.randint(4, (40,), generator=generator)
-    )
+    data = TensorDataset(torch.randn(40, 8, generator=generator), torch.randint(4, (40,), generator=generator))
     strategy_class = {"eager": ModelParallelStrategy, "captured": CapturedStrategy}[kind]
     strategy = strategy_class(data_parallel_size=2, tensor_parallel_size=1)
     trainer = Trainer(
@@ -153,8 +149,7 @@ def train_all(folder: Path) -> dict[str, Any]:
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", GROUP_RANK="0")
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", TORCHELASTIC_RUN_ID="test")
     found: dict[str, Any] = {
-        name: [train(kind, folder, **options) for kind in ("eager", "captured")]
-        for name, options in CASES.items()
+        name: [train(kind, folder, **options) for kind in ("eager", "captured")] for name, options in CASES.items()
     }
     found["not clipped"] = train("captured", folder, accumulate_grad_batches=3)
     saved = folder / "saved"

@@ -113,9 +113,7 @@ def on_a_cpu() -> None:
     mock.patch.object(AcceleratorState, "__init__", sharded).start()
     mock.patch.object(PartialState, "set_device", cpu).start()
     rank = str(dist.get_rank())
-    os.environ.update(
-        RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="localhost"
-    )
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="localhost")
     os.environ.update(MASTER_PORT="0", FSDP_VERSION="2", FSDP_RESHARD_AFTER_FORWARD="true")
     os.environ.update(ACCELERATE_USE_FSDP="true", TOKENIZERS_PARALLELISM="false")
 

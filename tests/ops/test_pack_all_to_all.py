@@ -63,9 +63,7 @@ def test_unpacking_undoes_packing(kinds: slice) -> None:
     for output in outputs:
         assert output.is_contiguous()
         assert output.storage_offset() == 0
-        assert (
-            output.untyped_storage().data_ptr() != packed.untyped_storage().data_ptr() or not output.numel()
-        )
+        assert output.untyped_storage().data_ptr() != packed.untyped_storage().data_ptr() or not output.numel()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

@@ -110,9 +110,7 @@ def test_an_element_s_place_and_a_kernel_s_shape_do_not_matter() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         whole = add_in_tree(torch.stack(parts), dtype)
         for start, end in ((0, 1), (1, 300), (7, 40), (33, 96), (299, 300)):
-            assert torch.equal(
-                add_in_tree(torch.stack([p[start:end] for p in parts]), dtype), whole[start:end]
-            )
+            assert torch.equal(add_in_tree(torch.stack([p[start:end] for p in parts]), dtype), whole[start:end])
 
 
 KERNEL = """
@@ -140,13 +138,9 @@ def test_triton_s_kernel_makes_the_same_additions(device: str) -> None:
     pytest.importorskip("triton")
     of_bf16 = "(torch.bfloat16, torch.float32)" + (", (torch.bfloat16,) * 2" if device == "cuda" else "")
     kinds = f"{of_bf16}, (torch.float16,) * 2, (torch.float32,) * 2, (torch.float64,) * 2"
-    code = KERNEL.replace("KINDS", f"({kinds})").replace(
-        "DEVICE", repr("cpu" if device == "interpreter" else device)
-    )
+    code = KERNEL.replace("KINDS", f"({kinds})").replace("DEVICE", repr("cpu" if device == "interpreter" else device))
     environment = os.environ | ({"TRITON_INTERPRET": "1"} if device == "interpreter" else {})
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     assert "False" in done.stdout
 

@@ -156,9 +156,7 @@ def test_a_later_step(tmp_path: Path) -> None:
         "        node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)"
     )
     task = write_task(tmp_path / "task.py", body)
-    text = task.read_text().replace(
-        "manual_seed(10 * step + rank)),)", "manual_seed(rank)) * 1000 ** (step == 2),)"
-    )
+    text = task.read_text().replace("manual_seed(10 * step + rank)),)", "manual_seed(rank)) * 1000 ** (step == 2),)")
     task.write_text(text)
     topology = Topology(2, gpus_per_node=2)
     location = locate_task(load_task(str(task)), topology, 4, tmp_path)

@@ -43,8 +43,7 @@ OTHER_GRADIENTS = {"a": "other", "b": "b gradient 1", "frozen": None}
 OTHER_WEIGHTS = {"a": "a weight 1", "b": "other", "frozen": "frozen weight 1"}
 
 OTHER_TORCH = (
-    "the runs used torch 2.13.0 and torch 2.14.0: "
-    "bits are only comparable on one version; record both on the same"
+    "the runs used torch 2.13.0 and torch 2.14.0: bits are only comparable on one version; record both on the same"
 )
 
 OTHER_WEIGHT_NAMES = (

@@ -173,8 +173,7 @@ def test_flips_of_one_bit_of_two_mixes_do_not_cancel() -> None:
         for _ in range(8):
             mixes = [generator.getrandbits(64) for _ in range(2)]
             before, after = (
-                torch.tensor([_element_of(mix ^ flip, p) for p, mix in enumerate(mixes)])
-                for flip in (0, 1 << bit)
+                torch.tensor([_element_of(mix ^ flip, p) for p, mix in enumerate(mixes)]) for flip in (0, 1 << bit)
             )
             change = (_lanes.lanes(before, (2,), (0,)) - _lanes.lanes(after, (2,), (0,))).tolist()
             num_cancelled += change[0] == 0

@@ -80,12 +80,8 @@ def hash_on_ranks(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {"plain": tensor_hashes(tensors)}
     for dim in range(3):
         fit = {name: tensor for name, tensor in tensors.items() if tensor.ndim > dim}
-        found[f"shard {dim}"] = tensor_hashes(
-            {n: distribute_tensor(t, mesh, [Shard(dim)]) for n, t in fit.items()}
-        )
-    found["replicate"] = tensor_hashes(
-        {n: distribute_tensor(t, mesh, [Replicate()]) for n, t in tensors.items()}
-    )
+        found[f"shard {dim}"] = tensor_hashes({n: distribute_tensor(t, mesh, [Shard(dim)]) for n, t in fit.items()})
+    found["replicate"] = tensor_hashes({n: distribute_tensor(t, mesh, [Replicate()]) for n, t in tensors.items()})
     found["transposed"] = tensor_hash(distribute_tensor(tensors["uneven"], mesh, [Shard(0)]).t())
     found["fsdp"] = trained(fully_shard(Model(), mesh=mesh))
     mean = torch.full((2,), float(rank))
@@ -96,9 +92,7 @@ def hash_on_ranks(folder: str) -> dict[str, Any]:
     local[1] += rank == num_ranks - 1
     replicated = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
     partial = DTensor.from_local(local, mesh, [Partial()], run_check=False)
-    crooked = DTensor.from_local(
-        local[: 1 + rank], mesh, [Shard(0)], run_check=False, shape=(9,), stride=(1,)
-    )
+    crooked = DTensor.from_local(local[: 1 + rank], mesh, [Shard(0)], run_check=False, shape=(9,), stride=(1,))
     found["errors"] = {
         "plain": message_of(lambda: tensor_hashes({"same": torch.ones(2), "bn.mean": local, "other": local})),
         "replicated": message_of(lambda: tensor_hashes({"w": replicated})),
@@ -159,9 +153,7 @@ def hash_on_two_dimensional_meshes(tensors: dict[str, Tensor]) -> dict[str, Any]
     group = pairs[dist.get_rank() // 2]
     own = torch.full((2,), float(dist.get_rank() // 2))
     found["group"] = tensor_hash(own, group=group)
-    found["replicated on submeshes"] = tensor_hash(
-        distribute_tensor(tensors["even"], mesh["tp"], [Replicate()])
-    )
+    found["replicated on submeshes"] = tensor_hash(distribute_tensor(tensors["even"], mesh["tp"], [Replicate()]))
     whole_mesh = distribute_tensor(tensors["even"], mesh, [Replicate(), Shard(0)])
     found["errors group"] = message_of(lambda: tensor_hash(whole_mesh, group=group))
     submesh = mesh["tp"]
@@ -248,8 +240,7 @@ def test_a_group_of_some_ranks(found: tuple[int, dict[str, Any]], expected: dict
     assert hashes["submesh"] == expected["whole"]["uneven"]
     assert hashes["replicated on submeshes"] == expected["whole"]["even"]
     assert hashes["errors group"] == (
-        "UnsupportedError: cannot hash 'tensor': ranks [2, 3] of its mesh are not in the group [0, 1] "
-        "(rank 0)"
+        "UnsupportedError: cannot hash 'tensor': ranks [2, 3] of its mesh are not in the group [0, 1] (rank 0)"
     )
 
 
@@ -269,8 +260,7 @@ def test_disagreement_raises_on_every_rank(found: tuple[int, dict[str, Any]]) ->
     same = "all ranks of the group must hash the same ones"
     refused = "UnsupportedError: cannot hash 'w': its"
     assert hashes["errors"] == {
-        "plain": f"ReplicaMismatchError: 'bn.mean' should be the same {differ} "
-        f"(1 more tensors differ too); {HINT}",
+        "plain": f"ReplicaMismatchError: 'bn.mean' should be the same {differ} (1 more tensors differ too); {HINT}",
         "replicated": f"ReplicaMismatchError: 'w' should be the same {differ}; {HINT}",
         "partial": f"{refused} placement is Partial(sum); redistribute it first (rank 0)",
         "crooked": f"{refused} local shape is [1], but torch shards it into [{-(-9 // num_ranks)}] (rank 0)",

@@ -153,9 +153,7 @@ def test_finds(name: str, reference: Path, tmp_path: Path) -> None:
         assert found.values == values
 
 
-def test_equal_runs_raise_no_alarm(
-    reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_equal_runs_raise_no_alarm(reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = faults.train(tmp_path / "other.jsonl")
     assert app.main(["locate", str(reference), str(other)]) == 0
     assert capsys.readouterr().out == "equal: nothing differs\n"
@@ -181,9 +179,7 @@ def test_what_is_computed_otherwise_and_yet_equal(reference: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("by", "kind"), [(1.0, None), (1.5, "extra")])
-def test_a_gradient_that_parts_and_a_weight_that_hides_it(
-    by: float, kind: str | None, tmp_path: Path
-) -> None:
+def test_a_gradient_that_parts_and_a_weight_that_hides_it(by: float, kind: str | None, tmp_path: Path) -> None:
     """The update is too small for the weight: only the gradient, which the step ends with, tells."""
     for name in "ab":
         model = nn.Linear(2, 2, bias=False)
@@ -280,9 +276,7 @@ def test_the_command(reference: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert found["difference"]["b"]["inputs"] == found["difference"]["a"]["inputs"]
 
 
-def test_operators_of_another_step(
-    reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_operators_of_another_step(reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     strike = sets("layers.1.attention", "scale", 0.25)
     for steps, has in (((2,), "it has those of 2"), ((), "it has none")):
         other = faults.train(tmp_path / "other.jsonl", strike, operators=steps)
@@ -293,9 +287,7 @@ def test_operators_of_another_step(
         )
 
 
-def test_a_step_that_is_not_enclosed(
-    reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_that_is_not_enclosed(reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = faults.train(tmp_path / "other.jsonl", after=lambda trainer: trainer.model.norm.bias.data.add_(1))
     assert app.main(["locate", str(reference), str(other)]) == 2
     assert capsys.readouterr().err == (

@@ -26,9 +26,7 @@ from graphpasses.parity.launch import run_ranks
 from graphpasses.simulate import Topology, run_cluster
 from tests.helpers.recorded_runs import record
 
-LAYOUT = Layout(
-    (BucketLayout("reduce_scatter", (0, 1), "avg", "bfloat16", (LayoutEntry("weight", 6, 3, 0),)),)
-)
+LAYOUT = Layout((BucketLayout("reduce_scatter", (0, 1), "avg", "bfloat16", (LayoutEntry("weight", 6, 3, 0),)),))
 
 
 @pytest.fixture

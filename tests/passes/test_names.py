@@ -90,12 +90,9 @@ def test_default_pipeline() -> None:
 def test_a_wire_takes_prefetching_s_place() -> None:
     plan = BucketPlan.from_modules([])
     fixed, scheduled = (
-        [p.name for p in default_pipeline(plan, **given).passes]
-        for given in ({}, {"wire": Wire(), "budget": 10**9})
+        [p.name for p in default_pipeline(plan, **given).passes] for given in ({}, {"wire": Wire(), "budget": 10**9})
     )
-    assert [
-        ("schedule-collectives" if name == "prefetch-collectives" else name) for name in fixed
-    ] == scheduled
+    assert [("schedule-collectives" if name == "prefetch-collectives" else name) for name in fixed] == scheduled
     assert "prefetch-collectives" in fixed
     with pytest.raises(PipelineError, match=r"default_pipeline\(wire=Wire\(\), budget=…\)"):
         default_pipeline(plan, budget=1)

@@ -116,9 +116,7 @@ def test_unknown_names() -> None:
         Pipeline(passes, disable=("deduplicate-shared", "prefetch"))
     with pytest.raises(UnknownPassError, match=message):
         Pipeline(passes, stop_after="prefetch")
-    with pytest.raises(
-        UnknownPassError, match=r"^unknown pass 'none'; this pipeline has: deduplicate-shared"
-    ):
+    with pytest.raises(UnknownPassError, match=r"^unknown pass 'none'; this pipeline has: deduplicate-shared"):
         default_pipeline(BucketPlan.from_modules([]), disable=("none",))
 
 

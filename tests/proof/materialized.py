@@ -23,9 +23,7 @@ def materialized(values: Values, value: Value, inputs: dict[str, Tensor]) -> Ten
         place = [step for _, step, _ in piece.dims]
         read = [step for _, _, step in piece.dims]
         data = _data(values, piece.source, inputs)
-        torch.as_strided(result, sizes, place, piece.start).copy_(
-            torch.as_strided(data, sizes, read, piece.offset)
-        )
+        torch.as_strided(result, sizes, place, piece.start).copy_(torch.as_strided(data, sizes, read, piece.offset))
         torch.as_strided(written, sizes, place, piece.start).add_(1)
     assert (written == 1).all()
     return result.reshape(value.shape)

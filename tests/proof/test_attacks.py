@@ -97,9 +97,7 @@ def constant_twice(second: bool, first: bool = True) -> Make:
 
 def at_offset(offset: int, function: str = "mm", copies: int = 1) -> Make:
     def make(code: Code) -> fx.Node:
-        packed = code.constant_pad_nd_default(
-            code.view_default(code.mul_Tensor(code.x, code.x), [64]), [offset, 32]
-        )
+        packed = code.constant_pad_nd_default(code.view_default(code.mul_Tensor(code.x, code.x), [64]), [offset, 32])
         part = code.slice_Tensor(packed, 0, offset, offset + 64)
         operand = code.view_default(part, [8, 8])
         if not offset:
@@ -138,9 +136,7 @@ def reinterpreted(is_one: bool) -> Make:
 
 
 def reinterpreted_back(code: Code) -> fx.Node:
-    back = code.view_dtype(
-        code.view_dtype(code.ones_default([8], dtype=torch.int32), torch.uint8), torch.int32
-    )
+    back = code.view_dtype(code.view_dtype(code.ones_default([8], dtype=torch.int32), torch.uint8), torch.int32)
     return code._to_copy_default(back, dtype=torch.float32)
 
 
@@ -198,9 +194,7 @@ CASES = [
     Case("a norm, fused", root_mean_square(1e-5), root_mean_square(1e-3), root_mean_square(1e-5)),
     Case("of its results", root_mean_square(1e-5), root_mean_square(1e-5, False), root_mean_square(1e-5)),
     Case("conj shares memory", conjugate(False), conjugate(True), conjugate(False, True)),
-    Case(
-        "a constant is read twice", constant_twice(False), constant_twice(True, False), constant_twice(False)
-    ),
+    Case("a constant is read twice", constant_twice(False), constant_twice(True, False), constant_twice(False)),
     Case("an operand at another offset", at_offset(0), at_offset(1, copies=0), at_offset(1)),
     Case("an input is where it is", input_offset(0), input_offset(1), input_offset(0)),
     Case("a copy of an input", input_offset(1), input_offset(0), input_offset(2)),
@@ -280,9 +274,7 @@ def test_strides_of_a_size_that_depends_on_data(captured: CapturedStep) -> None:
     with other.graph.inserting_after(copy):
         moved = other.emit(aten.clone.default, (copy,), {"memory_format": torch.contiguous_format}, like=copy)
     copy.replace_all_uses_with(moved, lambda user: user is not moved)
-    with pytest.raises(
-        ProofError, match="reads a tensor of strides"
-    ):  # the alias says that it has the old ones
+    with pytest.raises(ProofError, match="reads a tensor of strides"):  # the alias says that it has the old ones
         prove(step, other)
 
 

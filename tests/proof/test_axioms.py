@@ -189,24 +189,17 @@ def test_what_is_packed_brings_what_it_brings_alone(dtypes: list[torch.dtype]) -
     members = []  # per all-to-all: what each rank sends, and how many rows to each rank
     for dtype, row in zip(dtypes, ((), (2, 3)), strict=True):
         splits = torch.randint(0, 4, (num_ranks, num_ranks)).tolist()
-        members.append(
-            ([random_bits((sum(rows), *row), dtype, rank) for rank, rows in enumerate(splits)], splits)
-        )
+        members.append(([random_bits((sum(rows), *row), dtype, rank) for rank, rows in enumerate(splits)], splits))
     alone = [exchanged(*member) for member in members]
     packed = [
-        pack_all_to_all(
-            [sent[rank] for sent, _ in members], [n for _, splits in members for n in splits[rank]]
-        )
+        pack_all_to_all([sent[rank] for sent, _ in members], [n for _, splits in members for n in splits[rank]])
         for rank in range(num_ranks)
     ]
     units = [1, 6]  # elements of a row
     sizes = [1 if dtype == packed[0].dtype else dtype.itemsize for dtype in dtypes]
     totals = [
         [
-            sum(
-                splits[rank][to] * unit * size
-                for (_, splits), unit, size in zip(members, units, sizes, strict=True)
-            )
+            sum(splits[rank][to] * unit * size for (_, splits), unit, size in zip(members, units, sizes, strict=True))
             for to in range(num_ranks)
         ]
         for rank in range(num_ranks)
@@ -234,9 +227,7 @@ def test_sums_do_not_commute_with_unlike_moves() -> None:
     assert rule(values, fake, *turned) is transpose(values, fake, rule(values, fake, x, y))
     assert rule(values, fake, turned[0], y) is not rule(values, fake, x, y)
     assert rule(values, fake, x, y) is rule(values, fake, y, x)
-    assert rule(values, fake, rule(values, fake, x, y), y) is not rule(
-        values, fake, x, rule(values, fake, y, y)
-    )
+    assert rule(values, fake, rule(values, fake, x, y), y) is not rule(values, fake, x, rule(values, fake, y, y))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -290,11 +281,7 @@ def test_constants_have_a_dtype() -> None:
     values = Values()
     one = elements.repeated(values, torch.int32, (3,), elements.constant(values, torch.float32, 1.0))
     cast = elements.cast(values, one, torch.float32)
-    assert cast is not elements.repeated(
-        values, torch.float32, (3,), elements.constant(values, torch.float32, 1.0)
-    )
+    assert cast is not elements.repeated(values, torch.float32, (3,), elements.constant(values, torch.float32, 1.0))
     zero = elements.repeated(values, torch.float32, (3,), elements.constant(values, torch.float32, 0.0))
     half = elements.cast(values, zero, torch.bfloat16)
-    assert half is elements.repeated(
-        values, torch.bfloat16, (3,), elements.constant(values, torch.bfloat16, 0.0)
-    )
+    assert half is elements.repeated(values, torch.bfloat16, (3,), elements.constant(values, torch.bfloat16, 0.0))

@@ -35,9 +35,7 @@ def test_what_is_not_proved_is_reported(simple: CapturedStep) -> None:
     last = str(report).splitlines()[-1]
     assert last.startswith("not proved: the gradient of '")
     assert last.endswith(f" more: {why}")
-    with pytest.raises(
-        ProofError, match=r"^prove=True: the gradient of '.+' is not proved: its summands are "
-    ):
+    with pytest.raises(ProofError, match=r"^prove=True: the gradient of '.+' is not proved: its summands are "):
         pipeline.run(simple, prove=True)
 
 
@@ -93,7 +91,5 @@ def test_other_uses_added_are_not_autograds(simple: CapturedStep) -> None:
     total.args = (total.args[1], total.args[0])
     assert gp.prove(simple, rewritten, layout=layout)  # of two summands the order is none
     total.args = (total.args[0], total.args[0])
-    with pytest.raises(
-        ProofError, match="what is reduced is not autograd's sum of its uses, in order of arrival"
-    ):
+    with pytest.raises(ProofError, match="what is reduced is not autograd's sum of its uses, in order of arrival"):
         gp.prove(simple, rewritten, layout=layout)

@@ -14,9 +14,7 @@ from graphpasses.proof.core.facts import Facts
 aten = torch.ops.aten
 
 
-def strides(
-    function: Callable[[Tensor], Tensor], rewrite: Callable[[fx.Graph], None]
-) -> list[tuple[str, ...]]:
+def strides(function: Callable[[Tensor], Tensor], rewrite: Callable[[fx.Graph], None]) -> list[tuple[str, ...]]:
     """Strides of the last value, before and after a rewrite that leaves each ``val`` as it was."""
     traced = make_fx(function, tracing_mode="symbolic")(torch.ones(6, 8))
     guards = fake_mode_of(*(node.meta.get("val") for node in traced.graph.nodes)).shape_env.guards

@@ -41,9 +41,7 @@ def test_fused_lookups_are_proved_and_equal(optimizer: str, pooling: str) -> Non
     torch.manual_seed(0)
     eager = Three(optimizer, pooling)
     model, report = copy.deepcopy(eager), gp.CompileReport()
-    compiled = gp.compile(
-        model, pipeline=Pipeline((FuseTBE(),)), inner="aot_eager", report=report, prove=True
-    )
+    compiled = gp.compile(model, pipeline=Pipeline((FuseTBE(),)), inner="aot_eager", report=report, prove=True)
     losses = []
     for each in (eager, compiled):  # a lookup's check writes its ids
         losses.append(each(*(bags(number, seed) for seed, number in enumerate((1, 2, 1)))))
@@ -74,7 +72,5 @@ class Exchange(GraphPass):
 def test_exchanged_lookups_are_not() -> None:
     """Control."""
     compiled = gp.compile(Three("sgd", "sum"), pipeline=Pipeline((FuseTBE(), Exchange())), inner="aot_eager")
-    with pytest.raises(
-        ProofError, match=r"^pass 'exchange' \(after fuse-tbe\) is not proved to keep output 0"
-    ):
+    with pytest.raises(ProofError, match=r"^pass 'exchange' \(after fuse-tbe\) is not proved to keep output 0"):
         compiled(*(bags(number, seed) for seed, number in enumerate((1, 2, 1))))

@@ -24,10 +24,7 @@ def operators_tagged(tag: torch.Tag) -> list[Any]:
     """Returns ATen's operators that have a tag and write nothing."""
     packets = [getattr(aten, name) for name in dir(aten) if not name.startswith("__")]
     overloads = [
-        getattr(packet, name)
-        for packet in packets
-        if hasattr(packet, "overloads")
-        for name in packet.overloads()
+        getattr(packet, name) for packet in packets if hasattr(packet, "overloads") for name in packet.overloads()
     ]
     return [
         each
@@ -144,9 +141,7 @@ def test_what_has_one_name_computes_the_same_in_place(dtype: torch.dtype) -> Non
     x, y = (random_bits((SIZE,), dtype, seed) for seed in (0, 1))
     for target in operators_tagged(torch.Tag.pointwise):
         other = in_place(target)
-        numbers = (
-            [(x, number) for number in (2 / 3, 0.1, -3.7)] if "Scalar other" in str(target._schema) else []
-        )
+        numbers = [(x, number) for number in (2 / 3, 0.1, -3.7)] if "Scalar other" in str(target._schema) else []
         for args in (*calls(target, x, y), *numbers) if other is not None else ():
             expected, written = result(target, args), args[0].clone()
             if isinstance(expected, Tensor) and expected.dtype == dtype:

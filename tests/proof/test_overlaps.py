@@ -87,8 +87,7 @@ def three_overlap(clones: str, function: str = "addmm") -> Make:
         base = code.mul_Tensor(code.x, code.x)
         parts = [code.as_strided_default(base, [2, 2], [2, 1], offset) for offset in (0, 1, 3)]
         one, two = (
-            code.clone_default(part) if name in clones else part
-            for name, part in zip("ab", parts[1:], strict=True)
+            code.clone_default(part) if name in clones else part for name, part in zip("ab", parts[1:], strict=True)
         )
         if clones == "aab":
             one = code.clone_default(one)

@@ -111,11 +111,7 @@ def one_weight_for_another(graph: TrainGraph) -> None:
 
 
 def is_gathered_square(value: object) -> bool:
-    return (
-        isinstance(value, fx.Node)
-        and value.target in SAME_TENSOR_OPS
-        and tuple(value.meta["val"].shape) == (6, 6)
-    )
+    return isinstance(value, fx.Node) and value.target in SAME_TENSOR_OPS and tuple(value.meta["val"].shape) == (6, 6)
 
 
 def gathered_parameter_zeroed(graph: TrainGraph) -> None:
@@ -212,9 +208,7 @@ def test_error_says_what_and_where(step: CapturedStep) -> None:
         "pass 'wrong' changes the gradient of 'embedding.weight' (and 2 others: the gradient of 'norm.weight', "
         "the gradient of 'norm.bias'): _c10d_functional.reduce_scatter_tensor.default is given sum instead of avg"
     ) or lines[0].startswith("pass 'wrong' changes the gradient of ")
-    assert lines[1].startswith(
-        "  before: reduce_scatter_tensor = _c10d_functional.reduce_scatter_tensor.default("
-    )
+    assert lines[1].startswith("  before: reduce_scatter_tensor = _c10d_functional.reduce_scatter_tensor.default(")
     assert ", avg, 4, " in lines[1]
     assert ", sum, 4, " in lines[2]
 
@@ -260,9 +254,7 @@ def test_what_may_round_is_taken_as_it_is(step: CapturedStep) -> None:
         Pipeline((Rounds(loss_times_zero), Wrong(loss_plus_one))).run(step)
     with pytest.raises(ProofError, match=r"^pass 'wrong' changes the loss"):  # and what comes before
         Pipeline((Wrong(loss_plus_one), Rounds(loss_times_zero))).run(step)
-    with pytest.raises(
-        ProofError, match=r"^prove=True: pass 'rounds' may round; without it, or with prove=None, "
-    ):
+    with pytest.raises(ProofError, match=r"^prove=True: pass 'rounds' may round; without it, or with prove=None, "):
         Pipeline((Rounds(loss_times_zero), *passes)).run(step, prove=True)
 
 

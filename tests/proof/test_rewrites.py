@@ -100,9 +100,7 @@ RIGHT: dict[str, tuple[Make, Make]] = {
     "a product with a Scalar": (lambda c: c.mul_Tensor(c.x, 3.0), lambda c: c.mul_Scalar(c.x, 3.0)),
     "a product of parts": (
         lambda c: c.mul_Tensor(c.x, 3.0),
-        lambda c: c.cat_default(
-            [c.mul_Tensor(c.item(c.split_Tensor(c.x, 4), index), 3.0) for index in (0, 1)]
-        ),
+        lambda c: c.cat_default([c.mul_Tensor(c.item(c.split_Tensor(c.x, 4), index), 3.0) for index in (0, 1)]),
     ),
     "common parts": (
         lambda c: c.mul_Tensor(c.tanh_default(c.x), c.tanh_default(c.x)),

@@ -24,10 +24,7 @@ A, B, C, COLUMN = "a", "b", "c", "column"
 SHAPES = {A: (6,), B: (6,), C: (2, 3), COLUMN: (1,)}  # of rows
 
 ALIKE: list[tuple[Any, ...]] = [
-    *(
-        (target, C, [-1, 6])
-        for target in (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-    ),
+    *((target, C, [-1, 6]) for target in (aten.view.default, aten.reshape.default, aten._unsafe_view.default)),
     (aten.view_copy.default, A, [-1, 3, 2]),
     *(
         (target, COLUMN, *dim)
@@ -87,9 +84,7 @@ def said(target: Any, args: Any) -> tuple[Values, Any]:
         fakes["a vector"] = torch.empty(6)
         result = target(*_given(args, fakes))
     size = str(rows.shape[0])
-    known = {
-        name: values.other(("input", name), torch.float32, (size, shape)) for name, shape in SHAPES.items()
-    }
+    known = {name: values.other(("input", name), torch.float32, (size, shape)) for name, shape in SHAPES.items()}
     known["a vector"] = values.tensor(torch.float32, (6,), values.source(("input", "a vector"), 6))
     if target not in ROW_BY_ROW:
         return values, None
@@ -153,9 +148,7 @@ def test_every_operator_has_a_case() -> None:
 def halves(code: Code, *order: int) -> fx.Node:
     x = code.tanh_default(code.x)
     parts = code.split_with_sizes_default(x, [3, 5], 1)
-    return code.sum_default(
-        code.sin_default(code.cat_default([code.item(parts, index) for index in order], 1))
-    )
+    return code.sum_default(code.sin_default(code.cat_default([code.item(parts, index) for index in order], 1)))
 
 
 def joined(code: Code) -> fx.Node:

@@ -37,9 +37,7 @@ def updating() -> CapturedStep:
 
 def change_eps(graph: fx.Graph) -> None:
     placeholders = set(graph.find_nodes(op="placeholder"))
-    node = next(
-        node for node in graph.nodes if node.target is aten.add_.Tensor and node.args[1] in placeholders
-    )
+    node = next(node for node in graph.nodes if node.target is aten.add_.Tensor and node.args[1] in placeholders)
     node.args = (node.args[0], 1.0)
 
 

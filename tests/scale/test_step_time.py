@@ -24,9 +24,7 @@ def test_waited_for_at_once_is_exposed() -> None:
 
 
 def test_hidden_behind_compute() -> None:
-    found = times(
-        Event("launch", 0), COMPUTE, Event("wait", 0), Event("launch", 1), COMPUTE, Event("wait", 1)
-    )
+    found = times(Event("launch", 0), COMPUTE, Event("wait", 0), Event("launch", 1), COMPUTE, Event("wait", 1))
     assert found == StepTime(compute=10, wire=10, exposed=1)
     assert found.hidden == 9
 

@@ -22,9 +22,7 @@ LAYOUT = Layout((make_bucket_layout("reduce_scatter", range(8), "avg", torch.bfl
 def test_fewer_buckets_take_less_time_and_none_hides_nothing() -> None:
     steps = bucketings(LAYOUT, 8, SPEEDS, {"two": [("b", "c")]})
     rows = {(row.step, row.num_ranks): row for row in scale_rows(steps, SPEEDS)}
-    single, run, two = (
-        rows[name, 64] for name in ("no passes: one per parameter", "the run's buckets", "two")
-    )
+    single, run, two = (rows[name, 64] for name in ("no passes: one per parameter", "the run's buckets", "two"))
     assert [row.num_transfers for row in (single, run, two)] == [9, 3, 6]
     assert len({row.num_bytes for row in (single, run, two)}) == 1
     assert run.times["ring"].wire < two.times["ring"].wire < single.times["ring"].wire
@@ -37,9 +35,7 @@ def test_ranks_that_do_not_fit_say_so() -> None:
     small, large = scale_rows({"mine": hybrid}, SPEEDS)
     assert small.trouble.startswith("8 ranks do not divide by the 16")
     assert not large.trouble
-    assert (
-        json.loads(json.dumps([row.to_json() for row in (small, large)]))[1]["times"]["ring"]["hidden"] == 0
-    )
+    assert json.loads(json.dumps([row.to_json() for row in (small, large)]))[1]["times"]["ring"]["hidden"] == 0
 
 
 def test_passes_before_and_after() -> None:

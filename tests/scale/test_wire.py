@@ -48,9 +48,7 @@ def test_one_node() -> None:
 
 def test_several_nodes() -> None:
     # Rings of 16 ranks on 4 nodes: 4 NICs of each node carry a quarter each.
-    assert microseconds("all_gather", 16, "ring") == pytest.approx(
-        5 + 12 * 1 + 3 * 100 + 15 / 16 * 16 * 10 / 4
-    )
+    assert microseconds("all_gather", 16, "ring") == pytest.approx(5 + 12 * 1 + 3 * 100 + 15 / 16 * 16 * 10 / 4)
     levels = 3 / 4 * 16 + 3 / 4 * 4 * 10
     assert microseconds("all_gather", 16, "hierarchical") == pytest.approx(5 + 3 * 1 + 3 * 100 + levels)
     assert microseconds("all_gather", 16, "tree") == pytest.approx(5 + 2 * 1 + 2 * 100 + levels)
@@ -60,9 +58,7 @@ def test_several_nodes() -> None:
 
 def test_groups_of_every_fourth_rank_leave_their_nodes() -> None:
     """HSDP's replicas: each rank is alone on its node."""
-    assert microseconds("all_reduce", 4, "ring", stride=4) == pytest.approx(
-        5 + 2 * (3 * 100 + 3 / 4 * 16 * 10)
-    )
+    assert microseconds("all_reduce", 4, "ring", stride=4) == pytest.approx(5 + 2 * (3 * 100 + 3 / 4 * 16 * 10))
     assert microseconds("all_reduce", 4, "ring", stride=2) == pytest.approx(
         5 + 2 * (2 * 1 + 1 * 100 + 3 / 4 * 16 * 10 / 2)
     )

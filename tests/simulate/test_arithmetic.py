@@ -110,9 +110,7 @@ def test_every_hop_rounds_to_the_dtype(dtype: torch.dtype, op: str, fused: bool)
 def test_fused_and_separate_avg_differ_unless_the_ranks_are_a_power_of_two() -> None:
     contributions = [random_numbers(torch.bfloat16, 10_000, seed) for seed in range(6)]
     for num_ranks, equal in ((6, False), (4, True)):
-        fused, separate = (
-            reduce_in_order(contributions[:num_ranks], "avg", fused=fused) for fused in (True, False)
-        )
+        fused, separate = (reduce_in_order(contributions[:num_ranks], "avg", fused=fused) for fused in (True, False))
         assert torch.equal(fused, separate) == equal
 
 
@@ -146,7 +144,5 @@ def test_errors() -> None:
         match=re.escape('NCCL has no reduction "band"; it has sum, avg, premul_sum, product, min, max'),
     ):
         reduce_in_order([torch.ones(1)], "band")
-    with pytest.raises(
-        UnsupportedError, match=re.escape("PREMUL_SUM needs a floating-point dtype, not torch.int64")
-    ):
+    with pytest.raises(UnsupportedError, match=re.escape("PREMUL_SUM needs a floating-point dtype, not torch.int64")):
         reduce_in_order([torch.ones(1, dtype=torch.int64)], "premul_sum")

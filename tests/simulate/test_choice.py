@@ -24,9 +24,7 @@ NODE = Topology(8, gpus_per_node=8, **AUTO)
 SPARSE = Topology(16, gpus_per_node=1, num_search_rings=8, **AUTO)
 
 
-def times(
-    topology: Topology, collective: str, num_bytes: int, op: str = "sum"
-) -> dict[tuple[str, str], float]:
+def times(topology: Topology, collective: str, num_bytes: int, op: str = "sum") -> dict[tuple[str, str], float]:
     """Of a collective whose larger buffer has so many bytes, of bf16."""
     shards = topology.num_ranks if collective == "reduce_scatter" else 1
     choice = choose(topology, collective, num_bytes // shards // 2, 2, op)
@@ -99,9 +97,7 @@ def test_protocols_of_64_ranks(num_bytes: int, protocol: str, channels: int) -> 
     taken = played(CLUSTER, "reduce_scatter", count, 2)
     assert (taken.algorithm, taken.protocol) == ("ring", protocol)
     assert num_channels(taken, num_bytes) == channels
-    assert channel_parts(CLUSTER, "reduce_scatter", count, 2) == channel_parts(
-        taken, "reduce_scatter", count, 2
-    )
+    assert channel_parts(CLUSTER, "reduce_scatter", count, 2) == channel_parts(taken, "reduce_scatter", count, 2)
 
 
 @pytest.mark.parametrize(

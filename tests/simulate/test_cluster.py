@@ -32,10 +32,7 @@ COUNT = 5_000
 
 
 def inputs_of(num_ranks: int, numel: int) -> list[Tensor]:
-    return [
-        torch.randn(numel, generator=torch.Generator().manual_seed(rank)).bfloat16()
-        for rank in range(num_ranks)
-    ]
+    return [torch.randn(numel, generator=torch.Generator().manual_seed(rank)).bfloat16() for rank in range(num_ranks)]
 
 
 @pytest.mark.parametrize("topology", [RAIL, Topology(8, gpus_per_node=4, mode="cross_nic")])
@@ -278,9 +275,7 @@ def test_one_step_serves_ranks_of_other_groups() -> None:
             model = simple_fsdp(torch.nn.Linear(8, 4), mesh, param_dtype=torch.float32)
 
             def capture(model: torch.nn.Module = model) -> object:
-                return capture_train_step(
-                    lambda model, x: model(x).square().mean(), model, batch, check=False
-                )
+                return capture_train_step(lambda model, x: model(x).square().mean(), model, batch, check=False)
 
             step = step_for_rank(share(capture), model) if is_shared else capture()
             step(batch)

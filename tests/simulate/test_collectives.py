@@ -137,8 +137,7 @@ def test_integers_are_exact_in_any_order() -> None:
 def test_fused_avg_matters_for_an_odd_number_of_ranks() -> None:
     inputs = make_inputs(6, 6 * COUNT)
     fused, separate = (
-        simulate_all_reduce(inputs, Topology(6, gpus_per_node=3, fused_avg=value), "avg")
-        for value in (True, False)
+        simulate_all_reduce(inputs, Topology(6, gpus_per_node=3, fused_avg=value), "avg") for value in (True, False)
     )
     assert not torch.equal(fused, separate)
 
@@ -152,9 +151,7 @@ def test_a_stretch_of_the_buffer_gets_the_bits_of_the_whole() -> None:
 
 
 def test_wrong_inputs() -> None:
-    with pytest.raises(
-        ValueError, match=re.escape("expected 16 flat inputs of one length, got 2 of shapes [(3,)]")
-    ):
+    with pytest.raises(ValueError, match=re.escape("expected 16 flat inputs of one length, got 2 of shapes [(3,)]")):
         simulate_all_reduce([torch.ones(3)] * 2, RAIL)
     with pytest.raises(ValueError, match="3 elements cannot be scattered evenly over 16 ranks"):
         simulate_reduce_scatter([torch.ones(3)] * 16, RAIL)

@@ -33,9 +33,7 @@ def started(ranks: Sequence[int], name: str, rings: Iterable[Ring], *, splits: s
     """What the ranks of a communicator say as it starts; their addresses differ."""
     lines: list[list[str]] = []
     for number, rank in enumerate(ranks):
-        origin = (
-            f"commId {name}" if not splits else f"parent {splits} childCount 1 color {int(name, 16)} key 0"
-        )
+        origin = f"commId {name}" if not splits else f"parent {splits} childCount 1 color {int(name, 16)} key 0"
         own = f"comm {address(name, rank)} rank {number} nranks {len(ranks)}"
         head = f"{own} cudaDev 0 nvmlDev 0 busId 1000 {origin} - Init "
         channels = [f"Channel {c:02}/02 : {' '.join(map(str, ring))}" for c, ring in enumerate(rings)]
@@ -99,9 +97,7 @@ def test_communicators_of_one_group_that_differ_are_not_known() -> None:
 
 def test_whose_choice_it_is() -> None:
     taken = "ReduceScatter: {} Bytes -> Algo RING proto SIMPLE channel{{Lo..Hi}}={{0..1}}"
-    call = (
-        "ReduceScatter: opCount 0 sendbuff 0x1 count 9 datatype 9 op 0 root 0 comm {} [nranks=4] stream 0x2"
-    )
+    call = "ReduceScatter: opCount 0 sendbuff 0x1 count 9 datatype 9 op 0 root 0 comm {} [nranks=4] stream 0x2"
     calls = [says(0, call.format(address("0xb0", 0)), 3), says(0, taken.format(SIZE), 3)]
     known, unknown = of(log(*calls), **AUTO), of(log(calls[1]), **AUTO)
     assert diff_topologies(SHARDED, known, known).outcome == "equal"
@@ -121,12 +117,8 @@ def test_communicators_that_are_split_off() -> None:
 
 
 def test_ranks_that_nothing_names() -> None:
-    lines = [
-        line for index, ranks in enumerate(SHARDS) for line in started(ranks, f"0xb{index}", [FORTH, FORTH])
-    ]
-    with pytest.raises(
-        TopologyError, match=r"none of them of all processes.*call torch\.distributed\.barrier\(\)"
-    ):
+    lines = [line for index, ranks in enumerate(SHARDS) for line in started(ranks, f"0xb{index}", [FORTH, FORTH])]
+    with pytest.raises(TopologyError, match=r"none of them of all processes.*call torch\.distributed\.barrier\(\)"):
         of("\n".join(lines))
 
 

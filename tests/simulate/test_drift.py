@@ -19,9 +19,7 @@ from graphpasses.errors import LayoutError, TopologyError
 from graphpasses.fsdp import Layout, eager_layout, make_bucket_layout
 from graphpasses.simulate import Drift, Topology, find_drift, run_cluster
 
-JAGGED = Topology(
-    40, gpus_per_node=8
-)  # the rows of 5 lie across nodes, the columns have 1 or 2 GPUs of a node
+JAGGED = Topology(40, gpus_per_node=8)  # the rows of 5 lie across nodes, the columns have 1 or 2 GPUs of a node
 EVEN = Topology(40, gpus_per_node=5)
 AXES = {"outer": 8, "inner": 5}
 NUMEL = 4200
@@ -36,9 +34,7 @@ def layout_of(
     for collective, axis in steps:
         along = mesh.movedim([*axes].index(axis), 0).flatten(1)[:, 0].tolist()
         parameters = [("w", (NUMEL,), 0)]
-        buckets.append(
-            make_bucket_layout(collective, along, op, torch.bfloat16, parameters, num_shards=num_shards)
-        )
+        buckets.append(make_bucket_layout(collective, along, op, torch.bfloat16, parameters, num_shards=num_shards))
     return Layout(tuple(buckets))
 
 
@@ -164,9 +160,7 @@ def test_sums_that_no_ring_decides() -> None:
 def test_of_three_ranks_an_average_alone_drifts() -> None:
     """``(a + b) + c`` is ``(b + a) + c``; an average rounds its first product alone."""
     topology, axes, steps = Topology(12, gpus_per_node=4), {"tp": 4, "dp": 3}, (("reduce_scatter", "dp"),)
-    (same,), (apart,) = (
-        find_drift(layout_of(steps, axes, op), topology, axes).replicas for op in ("sum", "avg")
-    )
+    (same,), (apart,) = (find_drift(layout_of(steps, axes, op), topology, axes).replicas for op in ("sum", "avg"))
     assert (same.bits, apart.holders[0]) == ("unknown", ((0, 3, 9), (6,)))
     for op, each in (("sum", same), ("avg", apart)):
         check(Drift((each,)), results(topology, steps, axes, op, ["tp"]))

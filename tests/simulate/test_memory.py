@@ -22,9 +22,7 @@ def test_what_is_unsharded_grows_with_the_ranks_and_shards_do_not() -> None:
 
 
 @pytest.mark.parametrize("train", [train_eager, train_graph])
-def test_refused_with_the_number(
-    train: type[train_eager], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_with_the_number(train: type[train_eager], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = Task(
         model=lambda: nn.Linear(1000, 1000),
         shard=lambda model, mesh: fully_shard(model, mesh=mesh),

@@ -49,9 +49,7 @@ def test_channel_parts_against_known_values() -> None:
 )
 def test_ll_counts_four_times_its_bytes_from_2_26_on(version: str, sizes: list[int]) -> None:
     """Cells of 2048 elements before, 10 for four channels, 3 a channel; of 512 since then, 40, 10 a channel."""
-    topology = Topology(
-        4, gpus_per_node=2, num_channels=4, protocol="ll", hardware=Hardware(nccl_version=version)
-    )
+    topology = Topology(4, gpus_per_node=2, num_channels=4, protocol="ll", hardware=Hardware(nccl_version=version))
     assert [len(part) for part in channel_parts(topology, "reduce_scatter", 20_000, 2)] == sizes
 
 

@@ -31,10 +31,7 @@ COUNT = 50_001
 
 
 def make_inputs(num_ranks: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
-    return [
-        torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
-        for rank in range(num_ranks)
-    ]
+    return [torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(num_ranks)]
 
 
 def check_reductions() -> None:
@@ -83,9 +80,7 @@ def check_other_reductions() -> None:
 
     with pytest.raises(NotImplementedError, match=r"NCCL has no RedOpType.BAND; it has sum, avg"):
         dist.all_reduce(torch.ones(2, dtype=torch.int64), op=dist.ReduceOp.BAND)
-    with pytest.raises(
-        ValueError, match=r"reduce_scatter needs an input of 4 times the output's 2 torch.float32"
-    ):
+    with pytest.raises(ValueError, match=r"reduce_scatter needs an input of 4 times the output's 2 torch.float32"):
         dist.reduce_scatter_single(torch.empty(2), torch.empty(7))
 
 
@@ -183,18 +178,12 @@ def check_data_movement() -> None:
     dist.all_gather_single(torch.empty(0), torch.empty(0))
     dist.broadcast(torch.empty(0), src=0)
     received = torch.zeros(NUM_RANKS * rank, 2)
-    dist.all_to_all_single(
-        received, torch.full((6, 2), float(rank)), [rank] * NUM_RANKS, list(range(NUM_RANKS))
-    )
+    dist.all_to_all_single(received, torch.full((6, 2), float(rank)), [rank] * NUM_RANKS, list(range(NUM_RANKS)))
     assert received.tolist() == [[float(sender)] * 2 for sender in range(NUM_RANKS) for _ in range(rank)]
     lists = [[torch.zeros(1), torch.zeros(2)] for _ in range(NUM_RANKS)]
-    dist.group.WORLD.allgather_coalesced(
-        lists, [torch.full((1,), float(rank)), torch.full((2,), float(rank))]
-    )
+    dist.group.WORLD.allgather_coalesced(lists, [torch.full((1,), float(rank)), torch.full((2,), float(rank))])
     assert [[t.tolist() for t in tensors] for tensors in lists] == [[[r[0]], r] for r in every]
-    with pytest.raises(
-        ValueError, match=r"all_gather needs an output of 4 times the input's 2 torch.float32"
-    ):
+    with pytest.raises(ValueError, match=r"all_gather needs an output of 4 times the input's 2 torch.float32"):
         dist.all_gather_single(torch.empty(7), torch.empty(2))
     with pytest.raises(ValueError, match="all_to_all cannot split 5 rows evenly over 4 ranks"):
         dist.all_to_all_single(torch.empty(5), torch.empty(5))

@@ -40,9 +40,7 @@ def test_one_op_on_both_sides_is_one_algorithm() -> None:
 
 
 def test_premul_sum_is_no_pat() -> None:
-    small = Layout(
-        (make_bucket_layout("reduce_scatter", range(16), "sum", torch.bfloat16, [("w", (40000,), 0)]),)
-    )
+    small = Layout((make_bucket_layout("reduce_scatter", range(16), "sum", torch.bfloat16, [("w", (40000,), 0)]),))
     (found,) = other_algorithms(small, SPARSE)
     assert (found.eager.algorithm, found.graph.algorithm) == ("ring", "pat")
 

@@ -133,12 +133,8 @@ def test_other_arithmetic_changes_all_elements() -> None:
 def test_text() -> None:
     text = str(predict(layout(ORDER), layout(MOVED), RAIL))
     assert text.splitlines()[0].split() == ["parameter", "elements", "of", "bytes", "before", "after"]
-    assert re.search(
-        r"^b1 +512 +512 +1,024 +bucket 0 byte 6400 of \d+ +bucket 0 byte 0 of \d+$", text, re.MULTILINE
-    )
-    assert re.search(
-        r"^[\d,]+ of 207,[\d,]+ elements \([\d,]+ bytes\) of \d parameters would be", text, re.MULTILINE
-    )
+    assert re.search(r"^b1 +512 +512 +1,024 +bucket 0 byte 6400 of \d+ +bucket 0 byte 0 of \d+$", text, re.MULTILINE)
+    assert re.search(r"^[\d,]+ of 207,[\d,]+ elements \([\d,]+ bytes\) of \d parameters would be", text, re.MULTILINE)
 
 
 def test_ranks_that_the_cluster_has_not() -> None:

@@ -183,9 +183,7 @@ def test_trees_are_restored_as_well() -> None:
     assert {each.bits for each in found.gradients} == {"may differ"}
     assert found.rank_order is not None
     assert restored(layout, a, b, found.rank_order)
-    chain = diff_topologies(
-        layout, a, of(FORTH, lines=lines([*((r + 1,) for r in range(7)), ()]), algorithm="tree")
-    )
+    chain = diff_topologies(layout, a, of(FORTH, lines=lines([*((r + 1,) for r in range(7)), ()]), algorithm="tree"))
     assert chain.remedy == "no order of ranks restores them: B adds bucket 0 in sums of another shape"
 
 
@@ -223,8 +221,7 @@ def test_sums_that_commute() -> None:
     layout = layout_of("reduce_scatter", num_ranks=3)
     assert {*check(layout, a, b).values()} == {"same bits"}
     assert {
-        each.bits
-        for each in diff_topologies(layout_of("reduce_scatter", num_ranks=3, op="avg"), a, b).gradients
+        each.bits for each in diff_topologies(layout_of("reduce_scatter", num_ranks=3, op="avg"), a, b).gradients
     } == {"may differ"}
 
 
@@ -307,11 +304,7 @@ def test_other_numbers_of_ranks() -> None:
 
 
 def test_settings_that_are_not_modelled() -> None:
-    with pytest.raises(
-        TopologyError, match=r"has NCCL_BUFFSIZE set, which changes chunks and is not modelled$"
-    ):
+    with pytest.raises(TopologyError, match=r"has NCCL_BUFFSIZE set, which changes chunks and is not modelled$"):
         of(FORTH, lines=["n0:1:1 [0] NCCL INFO NCCL_BUFFSIZE set by environment to 1048576."])
-    with pytest.raises(
-        TopologyError, match=r"several versions of NCCL, 2\.27\.3 and 2\.30\.3; give one run's$"
-    ):
+    with pytest.raises(TopologyError, match=r"several versions of NCCL, 2\.27\.3 and 2\.30\.3; give one run's$"):
         of(FORTH, lines=["NCCL version 2.27.3+cuda12.9"])

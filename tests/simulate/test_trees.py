@@ -68,9 +68,7 @@ def test_the_trees_that_nccl_draws() -> None:
     assert parents(first) == [-1, 2, 4, 2, 8, 6, 4, 6, 0, 10, 12, 10, 8, 12]
     assert parents(second) == [13 - parent if parent >= 0 else -1 for parent in reversed(parents(first))]
     first, second = trees(SPARSE)
-    assert parents(second) == [
-        (parents(first)[(rank - 1) % 13] + 1) % 13 if rank != 1 else -1 for rank in range(13)
-    ]
+    assert parents(second) == [(parents(first)[(rank - 1) % 13] + 1) % 13 if rank != 1 else -1 for rank in range(13)]
 
 
 @pytest.mark.parametrize("num_nodes", [2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 31, 100])
@@ -120,8 +118,7 @@ def test_avg_multiplies_each_contribution_once() -> None:
 def test_a_place_matters_by_its_tree_alone() -> None:
     ring = replace(NODE, algorithm="ring")  # whose order depends on the chunk, too
     nums = [
-        len({part.order for part in reduction_parts(each, "all_reduce", 100_000, 2)})
-        for each in (NODE, SPARSE, ring)
+        len({part.order for part in reduction_parts(each, "all_reduce", 100_000, 2)}) for each in (NODE, SPARSE, ring)
     ]
     assert nums == [1, 2, 6]
 

@@ -29,9 +29,7 @@ def table(costs: dict[tuple[str, str], list[str]]) -> str:
         for function in FUNCTIONS:
             cells = [cell for name in block for cell in costs.get((function, name), ["0.0/0.0"] * 3)]
             numbers = (map(float, cell.split("/")) for cell in cells)
-            lines.append(
-                f"{function:>13} |" + "".join("{:>8.1f}/{:>6.1f} |".format(*pair) for pair in numbers)
-            )
+            lines.append(f"{function:>13} |" + "".join("{:>8.1f}/{:>6.1f} |".format(*pair) for pair in numbers))
     return "".join(f"{PREFIX}{line}\n" for line in lines)
 
 
@@ -44,9 +42,7 @@ COSTS = {
 
 
 def taken(function: str, size: int, algorithm: str, protocol: str) -> str:
-    return (
-        f"{PREFIX}{function}: {size} Bytes -> Algo {algorithm} proto {protocol} channel{{Lo..Hi}}={{0..1}}\n"
-    )
+    return f"{PREFIX}{function}: {size} Bytes -> Algo {algorithm} proto {protocol} channel{{Lo..Hi}}={{0..1}}\n"
 
 
 def test_the_table_replaces_the_models() -> None:
@@ -82,9 +78,7 @@ def test_what_was_taken_for_a_size_is_taken() -> None:
 
 def test_2_23_prints_numbers_and_all_bytes() -> None:
     line = f"{PREFIX}ReduceScatter: 2000 Bytes -> Algo 1 proto 2 time 12.500000\n"
-    topology = topology_from_log(
-        RINGS + line, gpus_per_node=2, hardware=Hardware(nccl_version="2.23"), **AUTO
-    )
+    topology = topology_from_log(RINGS + line, gpus_per_node=2, hardware=Hardware(nccl_version="2.23"), **AUTO)
     assert choose(topology, "reduce_scatter", 250, 2).protocol == "simple"
     assert choose(topology, "reduce_scatter", 1000, 2).protocol == "ll"
 

@@ -322,9 +322,7 @@ def test_the_environment() -> None:
         lambda model, x: mean(model, x) * float(os.environ.get("TEST_SCALE", "3")),
         lambda: os.environ.update(TEST_SCALE="2"),
     )
-    assert message.startswith(
-        "\"os.environ['TEST_SCALE']\" was '1' when the step was captured, and is '2' now; "
-    )
+    assert message.startswith("\"os.environ['TEST_SCALE']\" was '1' when the step was captured, and is '2' now; ")
 
 
 def test_the_learning_rate() -> None:

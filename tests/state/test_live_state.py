@@ -52,9 +52,7 @@ def test_everything_is_left_as_it_was() -> None:
     def state() -> dict[str, Any]:
         tensors = {**model.state_dict(), "x": x, "outside": outside}
         tensors |= {f"gradient {index}": gradient for index, gradient in enumerate(gradients)}
-        tensors |= {
-            f"moment {i}": t for i, t in enumerate(v for s in optimizer.state.values() for v in s.values())
-        }
+        tensors |= {f"moment {i}": t for i, t in enumerate(v for s in optimizer.state.values() for v in s.values())}
         random_states = {"torch": torch.get_rng_state(), "own": model.generator.get_state()}
         rest = {"python": random.getstate(), "last": model.last}
         return {**{name: tensor.clone() for name, tensor in tensors.items()}, **random_states, **rest}
@@ -67,9 +65,7 @@ def test_everything_is_left_as_it_was() -> None:
         return {
             name
             for name, value in state().items()
-            if not (
-                same_bits(value, before[name]) if isinstance(value, torch.Tensor) else value == before[name]
-            )
+            if not (same_bits(value, before[name]) if isinstance(value, torch.Tensor) else value == before[name])
         }
 
     model.last = 0

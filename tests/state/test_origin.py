@@ -70,9 +70,7 @@ def test_kinds_of_installation(kind: str, tmp_path: Path) -> None:
     if metadata:
         info = tmp_path / site / f"{name}-1.0.{metadata}"
         info.mkdir()
-        (info / ("METADATA" if metadata == "dist-info" else "PKG-INFO")).write_text(
-            f"Name: {name}\nVersion: 1.0\n"
-        )
+        (info / ("METADATA" if metadata == "dist-info" else "PKG-INFO")).write_text(f"Name: {name}\nVersion: 1.0\n")
         (info / "top_level.txt").write_text(name)
         if metadata == "dist-info":
             (info / "RECORD").write_text(f"{name}.py,,\n")
@@ -86,9 +84,7 @@ def test_kinds_of_installation(kind: str, tmp_path: Path) -> None:
     step(X)
     package.SCALE = 2.0
     if is_users:
-        with pytest.raises(
-            CaptureError, match=r"^'SCALE' was 1\.0 when the step was captured, and is 2\.0 now"
-        ):
+        with pytest.raises(CaptureError, match=r"^'SCALE' was 1\.0 when the step was captured, and is 2\.0 now"):
             step(X)
     else:
         step(X)
@@ -153,8 +149,6 @@ class Point(NamedTuple):
 
 
 def test_the_constructor_of_a_named_tuple_is_pythons() -> None:
-    assert not origin.is_users(
-        Point.__new__
-    )  # else all objects of the process are searched for its functions
+    assert not origin.is_users(Point.__new__)  # else all objects of the process are searched for its functions
     exec("def mine(): ...", made := {"__name__": "mine"})
     assert origin.is_users(made["mine"])

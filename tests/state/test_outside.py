@@ -207,9 +207,7 @@ def test_a_history_of_losses(number: bool) -> None:
 def test_a_hook_that_keeps_activations() -> None:
     model, kept = build(), {"last": deque([1.0], maxlen=3)}
     model[0].register_forward_hook(lambda module, args, output: kept["last"].append(output.detach()))
-    with pytest.raises(
-        CaptureError, match=rf"^\"kept\['last'\]\" was \[1.0\], and is a deque of 2 now: {KEPT}"
-    ):
+    with pytest.raises(CaptureError, match=rf"^\"kept\['last'\]\" was \[1.0\], and is a deque of 2 now: {KEPT}"):
         capture_train_step(lambda model, x: model(x).mean(), model, X)
 
 

@@ -109,9 +109,7 @@ def test_hooks_of_all_modules() -> None:
     step(X)
     hook = nn.modules.module.register_module_forward_hook(lambda module, args, out: out * 2)
     try:
-        with pytest.raises(
-            CaptureError, match=r"the hooks of all modules .* was \(\) when the step was captured"
-        ):
+        with pytest.raises(CaptureError, match=r"the hooks of all modules .* was \(\) when the step was captured"):
             step(X)
     finally:
         hook.remove()

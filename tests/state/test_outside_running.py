@@ -173,9 +173,7 @@ def test_an_equal_object_may_take_the_place() -> None:
     set_global("FROZEN", Frozen())
     step(X)
     set_global("FROZEN", Frozen(2.0))
-    with pytest.raises(
-        CaptureError, match=r"^'FROZEN.scale' was 1.0 when the step was captured, and is 2.0 now"
-    ):
+    with pytest.raises(CaptureError, match=r"^'FROZEN.scale' was 1.0 when the step was captured, and is 2.0 now"):
         step(X)
 
 

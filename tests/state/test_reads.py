@@ -303,9 +303,7 @@ def test_a_step_for_a_model_that_simple_fsdp_wrapped_with_classes_of_its_own() -
         assert type(model[0].linear) is not type(alike[0].linear)
         step = capture_train_step(loss_fn, model, X)
         assert step.for_model(alike).model is alike
-        assert refused(lambda: step.for_model(other)) == (
-            "'0.linear.__class__' is another object now" + AGAIN
-        )
+        assert refused(lambda: step.for_model(other)) == ("'0.linear.__class__' is another object now" + AGAIN)
 
 
 def test_a_step_for_a_model_with_parametrizations_of_its_own() -> None:
@@ -331,6 +329,4 @@ def test_an_object_that_reads_itself_to_say_its_class() -> None:
     proxy, model = Proxy(), build()
     step = capture_train_step(lambda model, x: proxy.scale * model(x).sum(), model, X)
     proxy.scale = 3.0
-    assert refused(lambda: step(X)).startswith(
-        "'proxy.scale' was 2.0 when the step was captured, and is 3.0 now"
-    )
+    assert refused(lambda: step(X)).startswith("'proxy.scale' was 2.0 when the step was captured, and is 3.0 now")

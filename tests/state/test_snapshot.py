@@ -94,9 +94,7 @@ def changed(change: Callable[[Any], object], before: Any, after: Any) -> Iterato
         ),
     ],
 )
-def test_settings_that_a_graph_has_built_in(
-    make: Callable[[], Any], name: str, before: str, after: str
-) -> None:
+def test_settings_that_a_graph_has_built_in(make: Callable[[], Any], name: str, before: str, after: str) -> None:
     step = capture_train_step(loss_fn, nn.Linear(4, 4), X)
     expected = step(X)
     with make(), pytest.raises(CaptureError) as caught:
@@ -139,9 +137,7 @@ def test_tensors_from_outside_that_become_others(change: Callable[[torch.Tensor]
 def test_a_device_without_autocast() -> None:
     """``read_traced_result`` takes models on meta."""
     slots = {
-        slot.path: slot
-        for owner in settings_of(nn.Linear(1, 1, device="meta"))
-        for slot in owner.slots.values()
+        slot.path: slot for owner in settings_of(nn.Linear(1, 1, device="meta")) for slot in owner.slots.values()
     }
     assert slots["autocast on 'meta'"].value is None
 

@@ -100,7 +100,5 @@ def table(outcomes: Sequence[Outcome]) -> str:
         if each.found != "equal":
             types = names.setdefault((each.found, each.reason), [])
             types += [each.name] * (each.name not in types)
-    lines += [
-        f"| {kind} | {', '.join(types)} | `{reason}` |" for (kind, reason), types in sorted(names.items())
-    ]
+    lines += [f"| {kind} | {', '.join(types)} | `{reason}` |" for (kind, reason), types in sorted(names.items())]
     return "\n".join(lines)

@@ -67,9 +67,7 @@ _NEEDED = ("head_dim", "num_key_value_heads", "num_experts_per_tok", "n_routed_e
 """What some types leave to each checkpoint's configuration, and cannot be built without."""
 
 _CHECKPOINTS_OWN: dict[str, dict[str, Any]] = {
-    "CohereCompassTextConfig": {
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
-    },
+    "CohereCompassTextConfig": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "DbrxAttentionConfig": {"rope_theta": 1e4, "clip_qkv": 8.0},
     "Lfm2MoeConfig": {"layer_types": ["conv", "full_attention"]},
     "Qwen4ExpTextConfig": {

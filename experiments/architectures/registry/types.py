@@ -38,6 +38,5 @@ def registered() -> tuple[Registered, ...]:
 
     names: dict[str, Any] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     return tuple(
-        Registered(name, "registry", model, {}, _OTHER_INPUTS.get(name, tokens))
-        for name, model in names.items()
+        Registered(name, "registry", model, {}, _OTHER_INPUTS.get(name, tokens)) for name, model in names.items()
     )

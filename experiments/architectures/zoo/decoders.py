@@ -34,9 +34,7 @@ DECODERS = (
     _decoder("mistral", model="MistralForCausalLM", options=GROUPED | {"sliding_window": 8}),
     _decoder("qwen2, tied", model="Qwen2ForCausalLM", options=GROUPED | _TIED),
     _decoder("qwen3, tied", model="Qwen3ForCausalLM", options=GROUPED | _TIED | {"head_dim": 16}),
-    _decoder(
-        "gemma, tied", model="GemmaForCausalLM", options=SIZES | {"num_key_value_heads": 1, "head_dim": 16}
-    ),
+    _decoder("gemma, tied", model="GemmaForCausalLM", options=SIZES | {"num_key_value_heads": 1, "head_dim": 16}),
     _decoder("gemma2, tied", model="Gemma2ForCausalLM", options=GROUPED | {"head_dim": 16}),
     _decoder("phi", model="PhiForCausalLM", options=SIZES),
     _decoder("phi3", model="Phi3ForCausalLM", options=SIZES),
@@ -45,9 +43,7 @@ DECODERS = (
     _decoder("cohere, tied", model="CohereForCausalLM", options=SIZES),
     _decoder("granite", model="GraniteForCausalLM", options=GROUPED),
     _decoder("gpt2, dropout", model="GPT2LMHeadModel", options=GPT2_SIZES),
-    _decoder(
-        "gpt2, frozen embeddings", model="GPT2LMHeadModel", options=GPT2_SIZES, prepare=_frozen_embeddings
-    ),
+    _decoder("gpt2, frozen embeddings", model="GPT2LMHeadModel", options=GPT2_SIZES, prepare=_frozen_embeddings),
     _decoder("gpt_bigcode, dropout", model="GPTBigCodeForCausalLM", options=GPT2_SIZES),
     _decoder("gpt_neox", model="GPTNeoXForCausalLM", options=SIZES),
     _decoder("gptj", model="GPTJForCausalLM", options=GPT2_SIZES | {"rotary_dim": 8}),

@@ -22,9 +22,7 @@ _T5_SIZES = {
     "use_cache": False,
 }
 
-_both = functools.partial(
-    Architecture, family="encoder-decoder", inputs=translated_tokens, options=SEQ2SEQ_SIZES
-)
+_both = functools.partial(Architecture, family="encoder-decoder", inputs=translated_tokens, options=SEQ2SEQ_SIZES)
 
 ENCODER_DECODERS = (
     _both("t5, tied, dropout", model="T5ForConditionalGeneration", options=_T5_SIZES),

@@ -60,9 +60,7 @@ ENCODERS = (
         options=SIZES | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
     ),
     _encoder("modernbert", model="ModernBertForMaskedLM", options=SIZES | {"attn_implementation": "sdpa"}),
-    _encoder(
-        "longformer", model="LongformerForMaskedLM", options=SIZES | _NO_DROPOUT | {"attention_window": 4}
-    ),
+    _encoder("longformer", model="LongformerForMaskedLM", options=SIZES | _NO_DROPOUT | {"attention_window": 4}),
     _encoder(
         "funnel",
         model="FunnelForMaskedLM",

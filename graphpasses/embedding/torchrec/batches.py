@@ -48,9 +48,7 @@ class _JaggedAndKeyed(Containers):
         """Returns why a captured step does not take a value as eager does; None if it does."""
         kind = type(value).__name__
         if kind not in _TAKEN:
-            return (
-                f"is TorchRec's {kind}; a captured step takes {', '.join(_TAKEN)}. Give those that it holds"
-            )
+            return f"is TorchRec's {kind}; a captured step takes {', '.join(_TAKEN)}. Give those that it holds"
         if kind == "KeyedTensor":
             return None if value.key_dim() == 1 else "has another key_dim than 1; transpose its values"
         return _reject_reason_of_keyed_jagged(value) if kind == "KeyedJaggedTensor" else None

@@ -140,9 +140,7 @@ _RULES: dict[str, Rule] = {
     r"jagged_index_select_2d_forward": lambda call: _empty(
         call.values, call.num_dense_output_rows, call.values.size(1)
     ),
-    r"jagged_index_add_2d_forward": lambda call: _empty(
-        call.values, call.num_output_rows, call.values.size(1)
-    ),
+    r"jagged_index_add_2d_forward": lambda call: _empty(call.values, call.num_output_rows, call.values.size(1)),
     r"jagged_slice_forward": lambda call: _empty(call.x_values, call.num_output_rows),
     r"jagged_1d_to_truncated_values": lambda call: _empty(call.values, _dynamic_size()),
     r"jagged_softmax": lambda call: (_empty(call.values, *call.values.shape), call.x_offsets),

@@ -19,9 +19,7 @@ def load_fbgemm() -> None:
             importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
         except (ImportError, OSError) as error:
             missing = isinstance(error, ModuleNotFoundError) and error.name == "fbgemm_gpu"
-            problem = (
-                "is not installed" if missing else f"does not load with torch {torch.__version__}: {error}"
-            )
+            problem = "is not installed" if missing else f"does not load with torch {torch.__version__}: {error}"
             raise CaptureError(
                 f"TorchRec models need FBGEMM, which {problem}; install graphpasses[torchrec]"
             ) from error

@@ -147,11 +147,7 @@ def _contents(value: Any) -> dict[Any, Any]:
         return dict(value)
     if hasattr(value, "__dict__"):
         return dict(vars(value))
-    return {
-        item.name: getattr(value, item.name)
-        for item in dataclasses.fields(value)
-        if hasattr(value, item.name)
-    }
+    return {item.name: getattr(value, item.name) for item in dataclasses.fields(value) if hasattr(value, item.name)}
 
 
 def _set_contents(value: Any, items: dict[Any, Any]) -> None:

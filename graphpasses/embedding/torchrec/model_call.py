@@ -25,9 +25,7 @@ class ModelCall:
     order of its buckets, and the first of a model with modules whose input dists nothing else can make.
     """
 
-    def __init__(
-        self, modules: Sequence[nn.Module], compiled: Callable[..., Any], eager: Callable[..., Any]
-    ) -> None:
+    def __init__(self, modules: Sequence[nn.Module], compiled: Callable[..., Any], eager: Callable[..., Any]) -> None:
         self._modules, self._compiled, self._eager = modules, compiled, eager
         self._ddp: DDPCalls | None = None
 

@@ -168,9 +168,7 @@ def _permute_received(
 
 
 @traced
-def _two_collectives(
-    original: Callable[..., Any], self: Any, local_embs: Tensor, sharding_ctx: Any = None
-) -> Any:
+def _two_collectives(original: Callable[..., Any], self: Any, local_embs: Tensor, sharding_ctx: Any = None) -> Any:
     """The original asks for ``len(set(batch_size_per_rank))``."""
     if sharding_ctx is None or sharding_ctx.variable_batch_per_feature:
         return original(self, local_embs, sharding_ctx)
@@ -197,20 +195,14 @@ def _permute_sequences(
     """The original asks for ``len(set(batch_size_per_rank))``, and permutes with or without a derivative by it."""
     if sparse_features_recat is not None:
         assert batch_size_per_rank is not None
-        local_embs = permute_sequences(
-            local_embs, lengths.view(-1), sparse_features_recat, batch_size_per_rank
-        )
+        local_embs = permute_sequences(local_embs, lengths.view(-1), sparse_features_recat, batch_size_per_rank)
     # Without lengths the original permutes nothing more.
     no_lengths = lengths.new_empty(0)
-    return original(
-        self, local_embs, no_lengths, input_splits, output_splits, unbucketize_permute_tensor, None, None
-    )
+    return original(self, local_embs, no_lengths, input_splits, output_splits, unbucketize_permute_tensor, None, None)
 
 
 @traced
-def _flatten_sequences(
-    original: Callable[..., Any], pg: Any, a2ai: Any, sharded_input_embeddings: Tensor
-) -> Any:
+def _flatten_sequences(original: Callable[..., Any], pg: Any, a2ai: Any, sharded_input_embeddings: Tensor) -> Any:
     """The original flattens embeddings only where it permutes them; and see ``carry_codecs``."""
     return carried(original, pg, a2ai, sharded_input_embeddings.view(-1))
 

@@ -94,9 +94,7 @@ class PatchSet:
         with self._lock:
             self._depth -= 1
             if self._depth == 0 and self._replacements is not None:
-                for (owner, name, _replacement), original in zip(
-                    self._replacements, self._originals, strict=True
-                ):
+                for (owner, name, _replacement), original in zip(self._replacements, self._originals, strict=True):
                     if original is _MISSING:
                         delattr(owner, name)
                     else:

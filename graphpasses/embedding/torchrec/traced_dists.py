@@ -80,9 +80,7 @@ def _exchange(original: Callable[..., Any]) -> Callable[..., Any]:
                     splits[own], len(splits), exchange._stagger, features.device(), strides
                 )
             self._input_splits = {label: rows if label == "lengths" else ids for label in labels}
-            self._output_splits = {
-                label: received_rows if label == "lengths" else received_ids for label in labels
-            }
+            self._output_splits = {label: received_rows if label == "lengths" else received_ids for label in labels}
             name = pg_name(group)
             self._tensors = [
                 send_and_wait(tensor, self._output_splits[label], self._input_splits[label], name)

@@ -66,7 +66,5 @@ def default_buckets(fqns: Iterable[str]) -> tuple[tuple[str, ...], ...]:
         raise UnsupportedError(f"torchtitan is not installed ({error})") from error
     plan = get_default_transformer_block_buckets(max(layers) + 1)
     modules = [(entry,) if isinstance(entry, str) else tuple(entry) for entry in plan]
-    buckets = (
-        tuple(fqn for fqn in fqns if fqn.startswith(tuple(f"{name}." for name in names))) for names in modules
-    )
+    buckets = (tuple(fqn for fqn in fqns if fqn.startswith(tuple(f"{name}." for name in names))) for names in modules)
     return tuple(filter(None, buckets))

@@ -43,9 +43,7 @@ def eager_reference(trainer: Any) -> list[nn.Module]:
     reasons: list[str] = []
     for backend in dict.fromkeys((config.parallelism.spmd_backend, "spmd_types")):
         if reasons and trainer.parallel_dims.tp > 1:
-            reasons.append(
-                f"{backend!r} computes otherwise than graph_trainer where tensor_parallel_degree is not 1"
-            )
+            reasons.append(f"{backend!r} computes otherwise than graph_trainer where tensor_parallel_degree is not 1")
             break
         try:
             return _sharded(trainer, registry, backend)

@@ -78,9 +78,7 @@ def _remember(trainer: Any) -> None:
 
 
 @register_pass_pipeline(PIPELINE)  # type: ignore[untyped-decorator]
-def graph_passes(
-    traced: Any, config: Any, *, parallel_dims: Any = None
-) -> list[Callable[..., fx.GraphModule]]:
+def graph_passes(traced: Any, config: Any, *, parallel_dims: Any = None) -> list[Callable[..., fx.GraphModule]]:
     """Returns the passes that graph_trainer runs over a step that it traced, in order.
 
     These are torchtitan's own, with ours, of the buckets and the layout of the eager model, in the places of its
@@ -119,9 +117,7 @@ def graph_passes(
     names = [*map(_name_of, passes)]
     for name in config.compile.disable_passes:
         if name not in names:
-            logger.warning(
-                f"--compile.disable_passes: unknown pass {name!r}; this pipeline has {', '.join(names)}"
-            )
+            logger.warning(f"--compile.disable_passes: unknown pass {name!r}; this pipeline has {', '.join(names)}")
     return passes
 
 

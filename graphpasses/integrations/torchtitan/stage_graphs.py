@@ -33,9 +33,7 @@ UNREDUCED = "graphpasses_unreduced"
 """Key of a node's ``meta``: this rank's gradient, of which output and in which dtype FSDP reduces it."""
 
 
-def mark_unreduced(
-    graph: TrainGraph, num_results: int, plan: BucketPlan, compute: torch.dtype
-) -> dict[int, str]:
+def mark_unreduced(graph: TrainGraph, num_results: int, plan: BucketPlan, compute: torch.dtype) -> dict[int, str]:
     """Marks the gradients of a stage's parameters as they are before FSDP casts and reduces them.
 
     Args:
@@ -157,9 +155,7 @@ def cut_reductions(
             "pipeline parallelism"
         )
     inputs = [
-        *dict.fromkeys(
-            node for slot, node in enumerate(unreduced) if isinstance(node, fx.Node) and slot not in apart
-        )
+        *dict.fromkeys(node for slot, node in enumerate(unreduced) if isinstance(node, fx.Node) and slot not in apart)
     ]
     reduced = [None if slot in apart else value for slot, value in enumerate(outputs[:num_param_grads])]
     placeholders = module.graph.find_nodes(op="placeholder")
@@ -263,6 +259,5 @@ def _cast(graph: fx.Graph, value: fx.Node, like: fx.Node) -> fx.Node:
 
 def _names(values: Iterable[Any]) -> tuple[str, ...]:
     return tuple(
-        value.name if isinstance(value, fx_node.Node) else f"output_{index}"
-        for index, value in enumerate(values)
+        value.name if isinstance(value, fx_node.Node) else f"output_{index}" for index, value in enumerate(values)
     )

@@ -92,9 +92,7 @@ def head_reductions(graph: TrainGraph, eager: nn.Module, num_results: int) -> He
     plan, layout = BucketPlan.from_fully_shard(eager), eager_layout(eager)
     whole = graph.copy()
     BucketFSDPCollectives(plan, layout).rewrite(whole)
-    slots = {
-        fqn: slots[0] for fqn, slots in graph.gradient_slots().items() if fqn not in graph.without_gradient
-    }
+    slots = {fqn: slots[0] for fqn, slots in graph.gradient_slots().items() if fqn not in graph.without_gradient}
     (bucket,) = (each for each in plan.resolve(graph.model) if any(map(_is_heads, each.fqns)))
     heads = [slots[fqn] for fqn in bucket.fqns if _is_heads(fqn) and fqn in slots]
     others = [slots[fqn] for fqn in bucket.fqns if not _is_heads(fqn) and fqn in slots]

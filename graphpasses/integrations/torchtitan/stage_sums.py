@@ -52,6 +52,5 @@ class MicrobatchSums:
     def take(self, indices: Iterable[int]) -> list[Any]:
         """Returns the sums of outputs, and forgets them."""
         return [
-            self._kept.pop(index, None) if index in self._kept else self._added.pop(index, None)
-            for index in indices
+            self._kept.pop(index, None) if index in self._kept else self._added.pop(index, None) for index in indices
         ]

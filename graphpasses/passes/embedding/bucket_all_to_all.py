@@ -42,9 +42,7 @@ def _apply(graph: TrainGraph, members: Sequence[fx.Node]) -> None:
         received = graph.emit(WAIT, (launched,), like=waits[0])
         shapes = (_flat(output_splits), _flat(rows), [len(row) for row in rows], dtypes)
         unpacked = graph.emit(UNPACK, (received, *shapes), like=waits[0])
-        outputs = [
-            graph.emit(operator.getitem, (unpacked, index), like=wait) for index, wait in enumerate(waits)
-        ]
+        outputs = [graph.emit(operator.getitem, (unpacked, index), like=wait) for index, wait in enumerate(waits)]
     for wait, output in zip(waits, outputs, strict=True):
         graph.replace(wait, output)
     for node in members:

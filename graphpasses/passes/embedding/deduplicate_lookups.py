@@ -90,9 +90,7 @@ def _key(node: fx.Node, repeated: Mapping[fx.Node, fx.Node]) -> object:
         return node.target, args[0]  # without the message
     if _called(node) == BOUNDS_CHECK:
         # On CPU a check overwrites the count of the one before, or leaves it.
-        bases = [
-            _counter(node) if base is _warning(node) else repeated.get(base, base) for base in _bases(node)
-        ]
+        bases = [_counter(node) if base is _warning(node) else repeated.get(base, base) for base in _bases(node)]
         kwargs = {**kwargs, "_all_bases": bases}
     return node.target, freeze(args), freeze(kwargs)
 

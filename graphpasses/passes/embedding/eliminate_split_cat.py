@@ -80,9 +80,7 @@ class EliminateSplitCat(GraphPass):
             args: tuple[Any, ...] = node.args
             if node.target == PACK_POOLED_EMBEDDINGS:
                 pieces = iter(args[0])
-                by_rank = [
-                    _emit_sources(graph, sources, [*islice(pieces, num)], before=node) for num in args[1]
-                ]
+                by_rank = [_emit_sources(graph, sources, [*islice(pieces, num)], before=node) for num in args[1]]
                 args = [piece for of_rank in by_rank for piece in of_rank], [*map(len, by_rank)]
             elif is_column_cat(node):
                 args = _emit_sources(graph, sources, args[0], before=node), *args[1:]

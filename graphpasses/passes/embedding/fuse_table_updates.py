@@ -169,9 +169,7 @@ def _apply(graph: TrainGraph, update: Update, plans: list[TableUpdate]) -> None:
         return add_update_input(graph, item, nodes[item])
 
     for plan in plans:
-        states = [
-            add(GraphInput(InputKind.OPTIMIZER_STATE, plan.fqn, state=name)) for name in plan.form.states
-        ]
+        states = [add(GraphInput(InputKind.OPTIMIZER_STATE, plan.fqn, state=name)) for name in plan.form.states]
         if plan.group not in rates:
             rates[plan.group] = add(GraphInput(InputKind.HYPERPARAMETER, f"group {plan.group}", state="lr"))
         mode, has_end = plan.lookups[0].kind

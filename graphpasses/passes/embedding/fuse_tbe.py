@@ -85,9 +85,7 @@ def _plan(graph: DynamoGraph) -> tuple[list[tuple[LookupCall, ...]], tuple[fx.No
         if len(group) > 1 or number > 1:
             rewritten.append(group)
         elif number == 1 and len(calls) > 1:
-            graph.note(
-                f"the lookup of {group[0].module} is left alone: a model compiled before fused it with others"
-            )
+            graph.note(f"the lookup of {group[0].module} is left alone: a model compiled before fused it with others")
     return rewritten, sort_by_level(graph.graph, levels, candidates.__contains__)
 
 
@@ -97,8 +95,7 @@ def _agree_on_bags(graph: DynamoGraph, calls: Sequence[LookupCall]) -> dict[fx.N
     own = _largest([{call.module: bags[call.node].batch_size} for call in calls])
     agreed = CollectiveSequence(graph).agree(_BATCH_SIZES, own)
     return {
-        call.node: replace(bags[call.node], batch_size=agreed.get(call.module, own[call.module]))
-        for call in calls
+        call.node: replace(bags[call.node], batch_size=agreed.get(call.module, own[call.module])) for call in calls
     }
 
 

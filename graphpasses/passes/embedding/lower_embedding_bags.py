@@ -144,18 +144,14 @@ def _replace_calls(graph: DynamoGraph, calls: Sequence[BagCall], output: fx.Node
             part = output
             if len(calls) > 1:
                 with graph.graph.inserting_before(node):
-                    part = graph.emit(
-                        operator.getitem, (output, (slice(None), slice(start, stop))), like=node
-                    )
+                    part = graph.emit(operator.getitem, (output, (slice(None), slice(start, stop))), like=node)
                     layout = {"memory_format": torch.contiguous_format}
                     part = graph.emit(torch.clone, (part,), layout, like=node)
             node.replace_all_uses_with(part)
         graph.graph.erase_node(node)
 
 
-def _join_columns(
-    graph: DynamoGraph, cat: fx.Node, output: fx.Node, columns: dict[fx.Node, tuple[int, int]]
-) -> None:
+def _join_columns(graph: DynamoGraph, cat: fx.Node, output: fx.Node, columns: dict[fx.Node, tuple[int, int]]) -> None:
     """Lets ``cat`` read columns of ``output`` that stand side by side as one; all of them are ``output`` itself."""
     arguments: dict[str, Any] = dict(zip(("tensors", "dim"), cat.args, strict=False)) | cat.kwargs
     if arguments.keys() != {"tensors", "dim"} or arguments["dim"] not in (1, -1):

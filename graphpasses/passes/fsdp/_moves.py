@@ -73,9 +73,7 @@ class Moves:
         for split in splits:
             parts = [found.pop(launch) for launch in split.parts]
             is_usable = split.whole in found
-            self.parts[split] = (
-                [self._part(each, split, found[split.whole]) for each in parts] if is_usable else []
-            )
+            self.parts[split] = [self._part(each, split, found[split.whole]) for each in parts] if is_usable else []
         self.gathers = [*found.values()]
         self.reductions = [*_find_reductions(self.nodes, costs)]
 
@@ -131,12 +129,7 @@ class Program:
 
     def _users(self, node: fx.Node) -> list[fx.Node]:
         """Returns what reads a node, or another in whose place it is."""
-        return [
-            user
-            for each in (node, *self._equal.get(node, ()))
-            for user in each.users
-            if user not in self._gone
-        ]
+        return [user for each in (node, *self._equal.get(node, ())) for user in each.users if user not in self._gone]
 
     def _held(self) -> Iterator[Held]:
         for gather in self.gathers:
@@ -156,9 +149,7 @@ class Program:
         index_of = {node: index for index, node in enumerate(fixed)}
         late: list[MovableGather] = []
         for gather in self.gathers:
-            uses = [
-                index_of[user] for node in gather.arrive for user in self._users(node) if user in index_of
-            ]
+            uses = [index_of[user] for node in gather.arrive for user in self._users(node) if user in index_of]
             if uses:
                 arriving.setdefault(fixed[min(uses)], []).append(gather)
             else:

@@ -64,9 +64,7 @@ def _move_before(point: fx.Node, node: fx.Node) -> None:
         point.prepend(link)
 
 
-def pack_reductions(
-    graph: TrainGraph, reductions: Sequence[GradReduction], how: Reduction
-) -> dict[fx.Node, fx.Node]:
+def pack_reductions(graph: TrainGraph, reductions: Sequence[GradReduction], how: Reduction) -> dict[fx.Node, fx.Node]:
     """Reduces gradients, in byte order, with one reduce-scatter and, with HSDP, one all-reduce, after the last.
 
     Where the groups of shards have one rank, there is the all-reduce alone. Returns each reduced gradient and what

@@ -45,9 +45,7 @@ def add_splits(graph: TrainGraph, costs: Costs) -> list[Split]:
     return [split for gather in find_gathers(graph) for split in _splits(graph, gather, begins, costs)]
 
 
-def _first_half(
-    launch: fx.Node, num_bytes: Sequence[int], uses: Sequence[float], costs: Costs
-) -> frozenset[int]:
+def _first_half(launch: fx.Node, num_bytes: Sequence[int], uses: Sequence[float], costs: Costs) -> frozenset[int]:
     """Returns those of some parameters that are better gathered before the others; none if all are together."""
     whole, first = costs.sent(launch), min(uses)
     if first >= whole:  # what is computed before may hide it
@@ -64,16 +62,12 @@ def _first_half(
     return half
 
 
-def _splits(
-    graph: TrainGraph, gather: Gather, begins: Mapping[fx.Node, float], costs: Costs
-) -> Iterator[Split]:
+def _splits(graph: TrainGraph, gather: Gather, begins: Mapping[fx.Node, float], costs: Costs) -> Iterator[Split]:
     packed, wait = argument(gather.all_gather), gather.wait
     rows = next(iter(wait.users))
     copies = next(iter(rows.users), rows)
     is_packed = packed.target == aten.cat.default and len(packed.args) == 1 and len(packed.users) == 1
-    is_unpacked = (
-        len(wait.users) == len(rows.users) == 1 and copies.target == aten.split_with_sizes_copy.default
-    )
+    is_unpacked = len(wait.users) == len(rows.users) == 1 and copies.target == aten.split_with_sizes_copy.default
     if not is_packed or not is_unpacked or rows.target != aten.view.default:
         return
     brought = {int(each.args[1]): each for each in copies.users if calls(each, operator.getitem)}  # type: ignore[arg-type]
@@ -87,9 +81,7 @@ def _splits(
     early = _first_half(gather.all_gather, num_bytes, uses, costs)
     if not early:
         return
-    halves = [
-        [index for index in range(len(flat)) if (index in early) == is_first] for is_first in (True, False)
-    ]
+    halves = [[index for index in range(len(flat)) if (index in early) == is_first] for is_first in (True, False)]
     made: list[fx.Node] = []
     equal: dict[fx.Node, fx.Node] = {}
     parts = []

@@ -35,9 +35,7 @@ class Costs:
     def _measured_bandwidth(self, graph: TrainGraph) -> float:
         """Returns bytes per second of the measured operators that count by bytes."""
         measured = ((node, seconds) for node in graph.graph.nodes if (seconds := self._of_call(node)))
-        counted = [
-            (num_bytes, seconds) for node, seconds in measured if (num_bytes := operator_cost(node)[1])
-        ]
+        counted = [(num_bytes, seconds) for node, seconds in measured if (num_bytes := operator_cost(node)[1])]
         if not counted:
             return self._bytes_per_second
         return sum(num_bytes for num_bytes, _ in counted) / sum(seconds for _, seconds in counted)

@@ -42,9 +42,7 @@ def owners_of(update: Update) -> dict[fx.Node, Any] | str:
         lists = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, (list, tuple))]
         if lists and is_elementwise_on_lists(node.target):
             length = max(map(len, lists))
-            owners[node] = [
-                _owner([each[index] for each in lists if each], owners) for index in range(length)
-            ]
+            owners[node] = [_owner([each[index] for each in lists if each], owners) for index in range(length)]
             owner = _owner([value for value in node.args if isinstance(value, fx.Node)], owners)
             if owner is not None or any(each is ... for each in owners[node]):
                 return str(node.target)
@@ -83,9 +81,7 @@ class Emitter:
                 if node.op == "get_attr":
                     self.made[node] = self._constant(node)
                 elif isinstance(owner, list):
-                    self._emit_part(
-                        node, group, [index for index, fqn in enumerate(owner) if fqn in group.fqns]
-                    )
+                    self._emit_part(node, group, [index for index, fqn in enumerate(owner) if fqn in group.fqns])
                 elif node.target is operator.getitem and owner in group.fqns:
                     source, index = node.args
                     args = (self.made[source], self.places[source][index])

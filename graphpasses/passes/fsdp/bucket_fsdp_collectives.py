@@ -67,9 +67,7 @@ def _refuse_zeros(graph: TrainGraph, bucket: Bucket, without_gradient: Set[str])
         return
     names = {fqn: graph.identity.canonical(fqn) for fqn in bucket.fqns}
     missing = [
-        fqn
-        for fqn, name in names.items()
-        if graph.parameters[name].requires_grad and name in without_gradient
+        fqn for fqn, name in names.items() if graph.parameters[name].requires_grad and name in without_gradient
     ]
     if missing:
         raise UnsupportedError(

@@ -142,9 +142,7 @@ class CanonicalReductions(GraphPass):
         """Rewrites ``graph`` in place; returns the number of reductions."""
         found = {node: [fqn for fqn, _ in parts.values()] for node, parts in reduced_parts(graph).items()}
         _check(graph, found)
-        reductions = {
-            node: fqns for node, fqns in found.items() if node.target in (REDUCE_SCATTER, ALL_REDUCE)
-        }
+        reductions = {node: fqns for node, fqns in found.items() if node.target in (REDUCE_SCATTER, ALL_REDUCE)}
         outputs = [graph.output_values[slot] for slots in graph.gradient_slots().values() for slot in slots]
         dtypes = {node: node.meta["val"].dtype for node in outputs if node is not None}
         stale = set[fx.Node]()  # what has another dtype now

@@ -73,9 +73,7 @@ def _plan(graph: TrainGraph, accumulated: frozenset[str]) -> tuple[list[_Coalesc
     return plans, notes
 
 
-def _reduced_together(
-    graph: TrainGraph, accumulated: frozenset[str]
-) -> Iterator[tuple[str, list[int], bool]]:
+def _reduced_together(graph: TrainGraph, accumulated: frozenset[str]) -> Iterator[tuple[str, list[int], bool]]:
     """Yields FQNs and gradient outputs that eager reduces as one, and whether it adds them after their cast."""
     values = graph.output_values
     for fqn, slots in graph.gradient_slots().items():
@@ -155,9 +153,7 @@ def _summands(plan: _Coalesce) -> list[fx.Node]:
 
 def _free(value: fx.Node) -> None:
     """Makes sums in place plain ones, so that dead-code elimination removes them when nobody reads them."""
-    sums = reach(
-        [value], lambda node: node.all_input_nodes if node.target in SAME_TENSOR_OPS or is_add(node) else ()
-    )
+    sums = reach([value], lambda node: node.all_input_nodes if node.target in SAME_TENSOR_OPS or is_add(node) else ())
     for node in sums:
         if node.target == ADD_IN_PLACE:
             node.target = aten.add.Tensor

@@ -124,9 +124,7 @@ class ScheduleCollectives(GraphPass):
             if (each := scheduler.schedule(budget, num_reducing)).peak <= budget
         ]
         if not found:
-            least = min(
-                Scheduler(each, costs).lazy().peak for each in (program, Program(moves, is_split=True))
-            )
+            least = min(Scheduler(each, costs).lazy().peak for each in (program, Program(moves, is_split=True)))
             raise PipelineError(
                 f"schedule-collectives: a budget of {budget} bytes is less than the {least} that gathered parameters "
                 "and gradients take in this step, however late they are gathered; give at least those"
@@ -159,9 +157,7 @@ def _schedulers(moves: Moves, budget: int) -> Iterator[Scheduler]:
         yield keeping(num)
 
 
-def _draw(
-    graph: TrainGraph, title: str, order: Sequence[fx.Node], costs: Costs, program: Program
-) -> Timeline:
+def _draw(graph: TrainGraph, title: str, order: Sequence[fx.Node], costs: Costs, program: Program) -> Timeline:
     """Plays an order, which the pass's report shows."""
     spans: list[Span] = []
     timeline = replay_order(order, costs, program.held, spans)

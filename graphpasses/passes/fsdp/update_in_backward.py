@@ -67,9 +67,7 @@ def _lay_out(graph: TrainGraph, update: Update) -> None:
         if not _is_laid_out_as(gradient, stored[fqn].meta["val"]):
             with graph.graph.inserting_before(gradient.next):
                 contiguous = {"memory_format": torch.contiguous_format}
-                copies[gradient] = graph.emit(
-                    torch.ops.aten.clone.default, (gradient,), contiguous, like=gradient
-                )
+                copies[gradient] = graph.emit(torch.ops.aten.clone.default, (gradient,), contiguous, like=gradient)
     graph.replace_outputs(copies)
 
 

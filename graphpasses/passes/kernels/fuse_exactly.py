@@ -41,9 +41,7 @@ def _measured(graph: TrainGraph) -> frozenset[Function]:
     device = next(iter(graph.model.parameters()), torch.empty(0)).device
     consensus = RankConsensus.of_graph(graph.graph, device)
     agreed = consensus.all_ranks([each not in own or each in exact for each in functions])
-    return frozenset(
-        each for each, is_exact in zip(functions, agreed, strict=True) if is_exact and each in own
-    )
+    return frozenset(each for each, is_exact in zip(functions, agreed, strict=True) if is_exact and each in own)
 
 
 def _widen_where_read(graph: TrainGraph, regions: tuple[Region, ...]) -> bool:

@@ -231,6 +231,5 @@ def leaves(value: Any) -> Iterator[tuple[Any, int | None]]:
 def _depends_on_data(value: Any) -> bool:
     """Whether strides say nothing: to compute such values again may have the compiler guard on sizes."""
     return any(
-        fake is not None and ((view := View.of(fake)) is None or not view.is_known)
-        for fake, _ in leaves(value)
+        fake is not None and ((view := View.of(fake)) is None or not view.is_known) for fake, _ in leaves(value)
     )

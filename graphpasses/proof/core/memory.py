@@ -120,9 +120,7 @@ class Memory:
             given = [(each.name, each, each.name in written) for each in node.all_input_nodes]
         for name, value, is_written in given:
             # A tensor that is in no list is read for all elements of the others.
-            is_list = not isinstance(
-                self._facts[value] if isinstance(value, fx.Node) else value, torch.Tensor
-            )
+            is_list = not isinstance(self._facts[value] if isinstance(value, fx.Node) else value, torch.Tensor)
             places = [place for each in nodes_in(value) for place in self._facts.places[each]]
             for number, place in enumerate(places):
                 if place is not None:

@@ -40,9 +40,7 @@ class View(NamedTuple):
         if not isinstance(fake, torch.Tensor) or fake.layout is not torch.strided:
             return None
         shape, strides = (tuple(map(known_size, each)) for each in (fake.shape, fake.stride()))
-        return cls(
-            shape, strides, known_size(fake.storage_offset()), fake.dtype, fake.is_conj(), fake.is_neg()
-        )
+        return cls(shape, strides, known_size(fake.storage_offset()), fake.dtype, fake.is_conj(), fake.is_neg())
 
     @property
     def is_known(self) -> bool:

@@ -88,9 +88,7 @@ def test_every_op_is_covered_or_left_out_on_purpose() -> None:
 
 
 def test_it_registers_once_and_only_what_is_missing() -> None:
-    kernels = {
-        name: torch._library.simple_registry.singleton.find(name).fake_impl.kernels for name in REGISTERED
-    }
+    kernels = {name: torch._library.simple_registry.singleton.find(name).fake_impl.kernels for name in REGISTERED}
     with fake_kernels() as registered:
         assert registered == REGISTERED
         assert {len(found) for found in kernels.values()} == {1}
@@ -231,9 +229,7 @@ def test_every_registered_op_has_a_case() -> None:
     assert {op(name)._schema.name for name, _ in CASES} == set(REGISTERED)
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments"), CASES, ids=[name.removeprefix("fbgemm::") for name, _ in CASES]
-)
+@pytest.mark.parametrize(("name", "arguments"), CASES, ids=[name.removeprefix("fbgemm::") for name, _ in CASES])
 def test_fake_outputs_are_like_real_ones(name: str, arguments: Any) -> None:
     mode = FakeTensorMode(shape_env=ShapeEnv(allow_dynamic_output_shape_ops=True))
     # Sizes are symbols; below autograd, where `jagged_softmax` would call another op.

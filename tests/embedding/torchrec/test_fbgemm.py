@@ -13,9 +13,7 @@ def test_missing_fbgemm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fbgemm_gpu", None)
     with pytest.raises(CaptureError) as error:
         load_fbgemm()
-    assert str(error.value) == (
-        "TorchRec models need FBGEMM, which is not installed; install graphpasses[torchrec]"
-    )
+    assert str(error.value) == ("TorchRec models need FBGEMM, which is not installed; install graphpasses[torchrec]")
 
 
 def test_fbgemm_of_another_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,7 @@ def sharding(*names: str) -> SimpleNamespace:
 def sharded(order: list[int], *, is_new: bool = False, is_sequence: bool = False) -> Any:
     """Returns what the check reads of a sharded module that looks for b, c and a, in this order."""
     shardings = [sharding("b", "c"), sharding("a")]
-    module = SimpleNamespace(
-        _module_fqn="sparse.ebc", _has_uninitialized_input_dist=is_new, _features_order=order
-    )
+    module = SimpleNamespace(_module_fqn="sparse.ebc", _has_uninitialized_input_dist=is_new, _features_order=order)
     if is_sequence:
         module._sharding_type_to_sharding = dict(enumerate(shardings))
     else:

@@ -156,9 +156,7 @@ def parted(
     (eager, compiled) = seen
     if not report.num_graphs:
         return [f"nothing was compiled: {report.graph_breaks}"]
-    return (
-        [] if eager[:2] == compiled[:2] and same(eager[2], compiled[2]) else [f"{eager[:2]}, {compiled[:2]}"]
-    )
+    return [] if eager[:2] == compiled[:2] and same(eager[2], compiled[2]) else [f"{eager[:2]}, {compiled[:2]}"]
 
 
 def other_optimizers() -> list[str]:

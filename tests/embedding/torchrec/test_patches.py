@@ -34,9 +34,7 @@ def test_each_patch_fits_and_says_why(patch: Patch) -> None:
     elif original is None:
         assert callable(getattr(owner, name))  # which it inherits
     else:
-        assert type(replacement) is type(original) or (
-            isinstance(replacement, type) and isinstance(original, type)
-        )
+        assert type(replacement) is type(original) or (isinstance(replacement, type) and isinstance(original, type))
         assert getattr(replacement, "__name__", name) == name
     with PatchSet(patch):
         assert value_of(patch) is not original

@@ -47,8 +47,7 @@ def run_suite(sources: str, *, ours: bool) -> tuple[int, dict[str, str]]:
     result = unittest.TextTestRunner(stream=io.StringIO()).run(suite)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     others = {
-        case.id().rpartition(".")[2]: text
-        for case, text in (*result.failures, *result.errors, *result.skipped)
+        case.id().rpartition(".")[2]: text for case, text in (*result.failures, *result.errors, *result.skipped)
     }
     return result.testsRun - len(others), others
 
@@ -57,9 +56,7 @@ def run_suite(sources: str, *, ours: bool) -> tuple[int, dict[str, str]]:
 @pytest.mark.skipif(not SOURCES, reason="TORCHREC_SOURCES names no checkout of TorchRec")
 def test_torchrec_suite() -> None:
     pytest.importorskip("hypothesis")
-    (theirs,), (ours,) = (
-        run_ranks(partial(run_suite, SOURCES, ours=is_ours), 1) for is_ours in (False, True)
-    )
+    (theirs,), (ours,) = (run_ranks(partial(run_suite, SOURCES, ours=is_ours), 1) for is_ours in (False, True))
     num_passed, others = ours
     assert ours == theirs
     assert num_passed > 0

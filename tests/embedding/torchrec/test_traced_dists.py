@@ -86,17 +86,13 @@ def sizes(features: KeyedJaggedTensor) -> Tensor:
     found = [0, 0]
     for index in range(2):
         lengths, starts = features.length_per_key(), features.offset_per_key()
-        found[index] = (
-            features.stride() + 10 * features.stride_per_key()[1] + 100 * lengths[0] + 1000 * starts[1]
-        )
+        found[index] = features.stride() + 10 * features.stride_per_key()[1] + 100 * lengths[0] + 1000 * starts[1]
     return torch.ones(1) * found[0] + 7 * found[1]
 
 
 def test_sizes_traced_as_in_eager() -> None:
     compiled = Compiled(sizes)
-    results = [
-        (compiled(ids(rank, step, 2)), sizes(ids(rank, step, 2))) for rank in range(2) for step in range(2)
-    ]
+    results = [(compiled(ids(rank, step, 2)), sizes(ids(rank, step, 2))) for rank in range(2) for step in range(2)]
     assert all(torch.equal(*pair) for pair in results)
     assert len({eager.item() for _, eager in results}) > 1
     assert compiled.backend.num_graphs == 1

@@ -46,11 +46,7 @@ def test_unsharded_tables_are_compiled_once(is_fused: bool, dtype: torch.dtype) 
             assert torch.equal(*losses)
     assert compiled.backend.num_graphs == 1
     states = [
-        [
-            value
-            for module in root.modules()
-            for value in (*module._parameters.values(), *module._buffers.values())
-        ]
+        [value for module in root.modules() for value in (*module._parameters.values(), *module._buffers.values())]
         for root in models
     ]
     assert all(torch.equal(*pair) for pair in zip(*states, strict=True) if pair[0] is not None)
@@ -59,9 +55,7 @@ def test_unsharded_tables_are_compiled_once(is_fused: bool, dtype: torch.dtype) 
 def test_unsharded_tables_take_a_key_twice_as_in_eager() -> None:
     """Only sharded collections of bags check what they are given, in eager, too."""
     tables = bags(2)
-    twice = KeyedJaggedTensor(
-        ["f0", "f1", "f1"], torch.tensor([0, 1, 2]), lengths=torch.ones(3, dtype=torch.long)
-    )
+    twice = KeyedJaggedTensor(["f0", "f1", "f1"], torch.tensor([0, 1, 2]), lengths=torch.ones(3, dtype=torch.long))
     compiled = Compiled(Scored(tables, 2 * DIM))
     assert torch.equal(compiled(twice), compiled.model(twice))
 

@@ -36,9 +36,7 @@ class Case:
 
     recipe: Recipe
     has_passes: bool = True
-    chunks: tuple[str, Literal["batch", "seq"]] | None = (
-        None  # modules that run on two chunks, and of which dim
-    )
+    chunks: tuple[str, Literal["batch", "seq"]] | None = None  # modules that run on two chunks, and of which dim
     compile: tuple[tuple[str, Any], ...] = ()  # options of graph_trainer
 
 
@@ -61,13 +59,9 @@ CASES = {
             compile=(("memory_policy", "sac_and_offload"), ("enable_fsdp_ag_rs_overlap", True)),
         ),
         # Several microbatches, each with a loss in chunks.
-        "accumulated": Case(
-            Recipe("llama3", tied=True, chunked_loss=True, num_layers=1, global_batch_size=4)
-        ),
+        "accumulated": Case(Recipe("llama3", tied=True, chunked_loss=True, num_layers=1, global_batch_size=4)),
     },
-    "context parallel": {
-        "llama3": Case(Recipe("llama3", num_layers=1, context_parallel=2, local_batch_size=2))
-    },
+    "context parallel": {"llama3": Case(Recipe("llama3", num_layers=1, context_parallel=2, local_batch_size=2))},
     # Each mesh by itself: DTensor's caches take meshes of other groups, but of equal ranks and names, for one.
     # Sizes depend on where routers send tokens; each expert's weights have two ranks, the dense ones four.
     "sharded × expert parallel": {
@@ -174,9 +168,7 @@ def test_bits_of_eager(name: str, tmp_path: Path) -> None:
         if name != "pipeline alone":  # whose parameters one rank has
             assert all(any(each.graph_diff for each in report) for report in ours.passes.values())
         if not how.recipe.chunked_loss:  # whose weight is reduced apart from its other uses
-            assert all(
-                "proved equal in bits, 0 not proved" in report.proof for report in ours.passes.values()
-            )
+            assert all("proved equal in bits, 0 not proved" in report.proof for report in ours.passes.values())
 
 
 def test_weights_that_tensor_parallelism_unties_are_refused() -> None:

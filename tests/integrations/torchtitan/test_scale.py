@@ -124,9 +124,7 @@ def step_of(name: str, folder: Path) -> Step:
 def set_experts(config: Any, old: int, new: int) -> None:
     for field in fields(config):
         value = getattr(config, field.name)
-        if (
-            field.name in ("num_experts", "out_features") and value == old
-        ):  # the router has an output for each
+        if field.name in ("num_experts", "out_features") and value == old:  # the router has an output for each
             setattr(config, field.name, new)
         elif is_dataclass(value):
             set_experts(value, old, new)
@@ -142,9 +140,7 @@ def read_step(trainer: Any, eager: torch.nn.Module) -> Step:
     return Step(
         difference=str(diff_layouts(asked, graph_layout(graph))),
         num_eager=tuple(sum(bucket.collective == kind for bucket in asked.buckets) for kind in kinds),
-        num_reductions=tuple(
-            sum(node.target == target for node in order) for target in (REDUCE_SCATTER, ALL_REDUCE)
-        ),
+        num_reductions=tuple(sum(node.target == target for node in order) for target in (REDUCE_SCATTER, ALL_REDUCE)),
         collectives=tuple(collective(node) for node in order if is_collective(node)),
         gathered=tuple(tuple(sorted(gather.fqns)) for gather in gathers),
         is_prefetched=all(
@@ -187,9 +183,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int, str]
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("num_ranks", "rank", "name"), PLAYED)
-def test_buckets_are_eagers(
-    steps: dict[tuple[int, int, str], Step], num_ranks: int, rank: int, name: str
-) -> None:
+def test_buckets_are_eagers(steps: dict[tuple[int, int, str], Step], num_ranks: int, rank: int, name: str) -> None:
     step = steps[num_ranks, rank, name]
     assert not step.error
     assert step.difference == "layouts are equal"

@@ -43,9 +43,7 @@ def backward(columns: Tensor, widths: Sequence[int], rows: Sequence[int] = ROWS)
     """Sends the gradient of a module's columns; returns that of its tables on this rank."""
     rank = dist.get_rank()
     sent = FROM_COLUMNS(columns, list(widths))
-    received = exchange(
-        sent, [size * widths[rank] for size in rows], [rows[rank] * width for width in widths]
-    )
+    received = exchange(sent, [size * widths[rank] for size in rows], [rows[rank] * width for width in widths])
     return (received / 2).view([sum(rows), widths[rank]])
 
 
@@ -100,8 +98,7 @@ def separate_lookups() -> tuple[Step, list[Tensor]]:
     def step(a: Tensor, b: Tensor, gradient: Tensor) -> list[Tensor]:
         widths = WIDTHS[2], (2, 2)
         columns = [
-            forward(table(values, dim), width)
-            for values, dim, width in zip((a, b), dims, widths, strict=True)
+            forward(table(values, dim), width) for values, dim, width in zip((a, b), dims, widths, strict=True)
         ]
         flat = columns[0].view(-1) * 2
         back = [backward(part, width) for part, width in zip(gradient.split([8, 4], 1), widths, strict=True)]
@@ -133,9 +130,7 @@ def cut_by_rows_alone() -> tuple[Step, list[Tensor]]:
         sums = [forward_sum(table(a, 4)), forward_sum(table(b, 2))]
         of_two = torch.cat([*gradient.expand(2, own, 4)])
         plain = exchange(of_two, list(ROWS), [own] * 2)
-        uneven = aten.split_with_sizes.default(
-            exchange(table(a, 4), [own] * 2, list(ROWS)), [own + 1, own - 1]
-        )
+        uneven = aten.split_with_sizes.default(exchange(table(a, 4), [own] * 2, list(ROWS)), [own + 1, own - 1])
         return [*sums, plain.view(-1) + 1, backward_sum(gradient).view(-1), *uneven]
 
     return step, [random(5, 4), random(5, 2), random(ROWS[dist.get_rank()], 4)]

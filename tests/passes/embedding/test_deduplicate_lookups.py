@@ -277,9 +277,7 @@ def test_one_lookup_and_two_updates() -> None:
         ids = torch.randint(0, 10, (6,), generator=torch.Generator().manual_seed(step))
         eager(ids, offsets).backward()
         compiled(ids, offsets).backward()
-    assert all(
-        same_bits(a, b) for a, b in zip(eager.state_dict().values(), model.state_dict().values(), strict=True)
-    )
+    assert all(same_bits(a, b) for a, b in zip(eager.state_dict().values(), model.state_dict().values(), strict=True))
     assert same_bits(eager.tables.bounds_check_warning, model.tables.bounds_check_warning)
     assert model.tables.bounds_check_warning.item() > 0
     forward, backward = (list(map(str, targets(graph))) for graph in keep.graphs)

@@ -43,9 +43,7 @@ from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 pytestmark = pytest.mark.slow
 
-ELSEWHERE = (
-    "is left alone: the model also reads its tables elsewhere; joint updates of a row change the result"
-)
+ELSEWHERE = "is left alone: the model also reads its tables elsewhere; joint updates of a row change the result"
 FOREIGN = "is left alone: its memory is not its own: NumPy, a file or another process uses it"
 
 
@@ -65,10 +63,7 @@ def test_bits(optimizer: str, pooling: str, is_weighted: bool, is_half: bool) ->
 
     def build() -> nn.Module:
         return Lookups(
-            [
-                tables(d, optimizer, pooling, features=f, is_half=is_half)
-                for d, f in zip(dims, features, strict=True)
-            ]
+            [tables(d, optimizer, pooling, features=f, is_half=is_half) for d, f in zip(dims, features, strict=True)]
         )
 
     pair = Pair.of(build)
@@ -254,9 +249,7 @@ def test_each_instance_of_a_model_has_its_own_graph() -> None:
             batch = reference.batch(0)
             assert_same(step(call, model, batch), step(reference, reference, batch))
     assert report.num_graphs == 2
-    assert (
-        len({id(Arena.containing(module.weights_host)) for model in models for module in model.tables}) == 2
-    )
+    assert len({id(Arena.containing(module.weights_host)) for model in models for module in model.tables}) == 2
 
 
 def test_a_dropped_model_is_freed() -> None:

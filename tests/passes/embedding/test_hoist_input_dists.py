@@ -63,9 +63,7 @@ class Several(nn.Module):
         self.between = nn.Linear(2 * DIM, 4)
         self.score = nn.Linear(4 + 5 * DIM, 1)
 
-    def forward(
-        self, users: KeyedJaggedTensor, items: KeyedJaggedTensor, weighted: KeyedJaggedTensor
-    ) -> Tensor:
+    def forward(self, users: KeyedJaggedTensor, items: KeyedJaggedTensor, weighted: KeyedJaggedTensor) -> Tensor:
         seen = self.between(self.users(users).values()).relu_()
         both = [self.items(items).values(), self.weighted(weighted).values()]
         return self.score(torch.cat([seen, *both], dim=1)).mean()
@@ -87,12 +85,8 @@ class Nested(nn.Module):
     def forward(self, first: KeyedJaggedTensor, third: KeyedJaggedTensor) -> Tensor:
         a = self.first(first).values()
         chosen = (a.detach().sum(1) * 100).long().abs() % NUM_ROWS
-        second = KeyedJaggedTensor(
-            keys=["bf0"], values=chosen, lengths=torch.ones(BATCH_SIZE, dtype=torch.int64)
-        )
-        return self.score(
-            torch.cat([a, self.second(second).values(), self.third(third).values()], dim=1)
-        ).mean()
+        second = KeyedJaggedTensor(keys=["bf0"], values=chosen, lengths=torch.ones(BATCH_SIZE, dtype=torch.int64))
+        return self.score(torch.cat([a, self.second(second).values(), self.third(third).values()], dim=1)).mean()
 
 
 class TwoSequences(nn.Module):

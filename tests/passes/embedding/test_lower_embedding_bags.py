@@ -81,9 +81,7 @@ def test_weights_get_gradients() -> None:
     pair = Pair(Bags(1, mode="sum"), SGD)
     weights = torch.linspace(-1, 1, 7).view(1, 7).repeat(2, 1).requires_grad_()
     batch = [(ids_of(0, 14).view(2, 7), None, weights)]
-    grads = [
-        torch.autograd.grad(call(batch).square().sum(), weights)[0] for call in (pair.eager, pair.compiled)
-    ]
+    grads = [torch.autograd.grad(call(batch).square().sum(), weights)[0] for call in (pair.eager, pair.compiled)]
     torch.testing.assert_close(*grads)
     assert pair.num_rewrites == 1
 
@@ -178,9 +176,7 @@ def test_means_beside_sums_are_two_lookups() -> None:
     eager, lowered = pair.step(features_of(0, 5))
     torch.testing.assert_close(eager, lowered)
     assert pair.lookups() == ["split_embedding_codegen_lookup_sgd_function_pt2"] * 2
-    (cat,) = [
-        node for node in pair.keep.graphs[0].graph.nodes if node.target is torch.cat and node.args[1:] == (1,)
-    ]
+    (cat,) = [node for node in pair.keep.graphs[0].graph.nodes if node.target is torch.cat and node.args[1:] == (1,)]
     assert len(cat.args[0]) == 3  # the two columns on either side of the mean stand side by side
 
 

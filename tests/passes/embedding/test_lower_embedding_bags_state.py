@@ -115,9 +115,7 @@ def test_optimizers_that_no_longer_are_one_update() -> None:
     assert len(pair.lookups()) == 2
     change("lr_decay", 0.9)
     assert_steps_agree(3)
-    assert pair.notes == (
-        "bags.1.weight is looked up as before: Adagrad with lr_decay=0.9 has no fused form",
-    )
+    assert pair.notes == ("bags.1.weight is looked up as before: Adagrad with lr_decay=0.9 has no fused form",)
     change("lr_decay", 0)
     seen = []
     for table in pair.tables()[0]:
@@ -140,9 +138,7 @@ def test_ids_that_are_no_rows() -> None:
         batch[1][0][0] = wrong
         with pytest.raises(IdError) as caught:
             pair.compiled(batch)
-        assert (
-            str(caught.value) == f"bags.1.weight was looked up with id {wrong}; its 40 rows have ids 0 to 39"
-        )
+        assert str(caught.value) == f"bags.1.weight was looked up with id {wrong}; its 40 rows have ids 0 to 39"
         with pytest.raises((IndexError, RuntimeError)):
             pair.eager(batch)
 
@@ -164,7 +160,5 @@ def test_table_that_was_moved() -> None:
     pair.step(batch_of(0))
     table = pair.model.bags[0].weight
     table.data = table.data.clone()
-    with pytest.raises(
-        ArenaError, match=r"^bags\.0\.weight was moved or replaced after the model was compiled"
-    ):
+    with pytest.raises(ArenaError, match=r"^bags\.0\.weight was moved or replaced after the model was compiled"):
         pair.compiled(batch_of(0))

@@ -54,9 +54,7 @@ def check(ids: Tensor, *, rows: Tensor | None = None) -> None:
     """Sets ids that are not below 5 (table 0: the first two ids) or 6 to zero."""
     rows = torch.tensor([5, 6]) if rows is None else rows
     size = ids.size(0)
-    torch.ops.fbgemm.bounds_check_indices(
-        rows, ids, torch.tensor([0, 2, size]), IGNORE, torch.zeros(1).long()
-    )
+    torch.ops.fbgemm.bounds_check_indices(rows, ids, torch.tensor([0, 2, size]), IGNORE, torch.zeros(1).long())
 
 
 def new_value(ids: Tensor) -> Tensor:
@@ -316,9 +314,7 @@ def assert_same_state(model: nn.Module, other: nn.Module) -> None:
 def test_tables_are_updated_in_place(optimizer: str, use: str) -> None:
     eager, model = Model(optimizer, use), Model(optimizer, use)
     keep = Keep()
-    compiled = compile(
-        model, pipeline=Pipeline((ReinplaceTBEUpdates(), keep)), inner="aot_eager", fullgraph=True
-    )
+    compiled = compile(model, pipeline=Pipeline((ReinplaceTBEUpdates(), keep)), inner="aot_eager", fullgraph=True)
     for step in range(3):
         eager(*batch(step)).backward()
         compiled(*batch(step)).backward()
@@ -365,9 +361,7 @@ def test_two_graphs_share_a_table() -> None:
 def test_lookups_without_gradients() -> None:
     model = Model("EXACT_SGD")
     keep = Keep()
-    compiled = compile(
-        model, pipeline=Pipeline((ReinplaceTBEUpdates(), keep)), inner="aot_eager", fullgraph=True
-    )
+    compiled = compile(model, pipeline=Pipeline((ReinplaceTBEUpdates(), keep)), inner="aot_eager", fullgraph=True)
     with torch.no_grad():
         assert same_bits(compiled(*batch(0)), model(*batch(0)))
     (graph,) = keep.graphs

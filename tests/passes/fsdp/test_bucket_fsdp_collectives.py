@@ -41,9 +41,7 @@ PLAN = BucketPlan.from_modules([["layers.0"], ["layers.1"]], BF16)
 NAME = "bucket-fsdp-collectives"
 
 
-def run(
-    graph: TrainGraph, plan: BucketPlan = PLAN, expected_layout: Layout | None = None
-) -> tuple[int, TrainGraph]:
+def run(graph: TrainGraph, plan: BucketPlan = PLAN, expected_layout: Layout | None = None) -> tuple[int, TrainGraph]:
     passes = (DeduplicateShared(), CoalesceGradReductions(), BucketFSDPCollectives(plan, expected_layout))
     result = Pipeline(passes).run(graph)
     return result.report[NAME].num_rewrites, result
@@ -192,9 +190,7 @@ def test_unplanned_parameters_keep_their_collectives() -> None:
         (bucket,) = [bucket for bucket in offsets(graph) if len(bucket) > 1]
         assert bucket == [("norm.bias", 0), ("layers.0.gain", 4)]
         (note,) = graph.report[NAME].notes
-        assert note.startswith(
-            "in no plan entry, keep their own collectives: emb.weight, layers.0.down.bias, "
-        )
+        assert note.startswith("in no plan entry, keep their own collectives: emb.weight, layers.0.down.bias, ")
 
 
 def test_without_coalescing_several_reductions_are_noted() -> None:
@@ -345,18 +341,14 @@ def test_expected_layout() -> None:
         "sharded dims"
     )
     assert [line.split()[0] for line in lines[2:]] == right[::-1]
-    assert caught.value.__notes__ == [
-        f"raised by pass '{NAME}' (after deduplicate-shared, coalesce-grad-reductions)"
-    ]
+    assert caught.value.__notes__ == [f"raised by pass '{NAME}' (after deduplicate-shared, coalesce-grad-reductions)"]
 
 
 def test_expected_layout_sees_other_shards_of_the_same_size() -> None:
     fqns = ["layers.0.weight", "layers.1.weight"]
     plan = BucketPlan.from_parameters([fqns, ["emb.weight"], ["head.weight"]], BF16)
     with on_fake_ranks(Even(), shard_dim=1) as captured:
-        others = (
-            layout_of(captured, ["emb.weight"], 1).buckets + layout_of(captured, ["head.weight"], 1).buckets
-        )
+        others = layout_of(captured, ["emb.weight"], 1).buckets + layout_of(captured, ["head.weight"], 1).buckets
         asked, wrong = (Layout((*layout_of(captured, fqns, dim).buckets, *others)) for dim in (1, 0))
         run(captured, plan, asked)
         with pytest.raises(LayoutError) as caught:

@@ -135,9 +135,7 @@ def test_what_depends_on_the_number_of_ranks_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"'.*' is divided by 3.0 after it is reduced, which rounds"):
         run(model)
     bf16 = shard(LanguageModel().bfloat16(), (4,), MixedPrecisionPolicy())
-    with pytest.raises(
-        UnsupportedError, match=r"is a gradient in torch.bfloat16, which would round the sums"
-    ):
+    with pytest.raises(UnsupportedError, match=r"is a gradient in torch.bfloat16, which would round the sums"):
         run(bf16, torch.float32)
     with pytest.raises(UnsupportedError, match=r"sends torch.bfloat16, which torch.float16 would round"):
         run(fsdp2((4,))[0], torch.float16)
@@ -147,9 +145,7 @@ def test_what_depends_on_the_number_of_ranks_is_refused() -> None:
     model, _ = fsdp2((4,))
     optimizer = torch.optim.AdamW(model.parameters())
     step = run(model, optimizer=optimizer, clip_norm=1.0)
-    assert any(
-        "bits depend on the number of ranks" in note for note in step.report["canonical-reductions"].notes
-    )
+    assert any("bits depend on the number of ranks" in note for note in step.report["canonical-reductions"].notes)
 
 
 def test_three_ranks_are_refused() -> None:

@@ -113,9 +113,7 @@ def test_uses_that_one_rank_casts_one_by_one_are_refused(reduce_dtype: torch.dty
             run(captured)
         assert run(captured_on_one_rank(LanguageModel(tied=False), **mixed))[0] == 0
         assert run(captured_on_one_rank(LanguageModel()))[0] == 0  # a sum of two, whose order is no matter
-        with pytest.raises(
-            UnsupportedError, match=r"^parameter 'mixers.0.weight' is read 3 times, and FSDP has"
-        ):
+        with pytest.raises(UnsupportedError, match=r"^parameter 'mixers.0.weight' is read 3 times, and FSDP has"):
             run(captured_on_one_rank(Reused()))
     assert str(caught.value) == (
         "parameter 'emb.weight' is read 2 times, and FSDP has one rank: eager adds the gradients of all uses as they "

@@ -32,9 +32,7 @@ def test_tied_weight_is_read_and_gathered_once(hybrid: bool) -> None:
         # The placeholder of the head's local tensor and its all-gather; that of its mesh may have no reader.
         assert num_rewrites in (2, 3)
         assert captured.collectives() == before
-        assert graph.collectives() == before | {
-            "all_gather_into_tensor": before["all_gather_into_tensor"] - 1
-        }
+        assert graph.collectives() == before | {"all_gather_into_tensor": before["all_gather_into_tensor"] - 1}
         assert "head.weight" not in {item.fqn for item in graph.inputs}
         assert [item for item in captured.inputs if item.fqn != "head.weight"] == list(graph.inputs)
         assert len(graph.gradient_slots()["emb.weight"]) == 2  # gradients are another pass's
@@ -79,9 +77,7 @@ def test_fixed_signature_keeps_repeated_placeholders_unread() -> None:
         num_rewrites, graph = run(replace(captured, fixed_signature=True))
         assert num_rewrites in (2, 3)
         assert graph.inputs == captured.inputs
-        unread = [
-            item.fqn for item, node in zip(graph.inputs, graph.placeholders, strict=True) if not node.users
-        ]
+        unread = [item.fqn for item, node in zip(graph.inputs, graph.placeholders, strict=True) if not node.users]
         assert unread.count("head.weight") == 2
         assert run(graph)[0] == 0
 

@@ -74,14 +74,12 @@ def test_launch_early_wait_late() -> None:
     with on_fake_ranks(model()) as captured:
         graph = bucketed(captured)
         assert events(graph) == (
-            "ag0 wait:ag0 ag1 wait:ag1 ag2 wait:ag2 ag3 wait:ag3 "
-            "rs0 wait:rs0 rs1 wait:rs1 rs2 wait:rs2 rs3 wait:rs3"
+            "ag0 wait:ag0 ag1 wait:ag1 ag2 wait:ag2 ag3 wait:ag3 rs0 wait:rs0 rs1 wait:rs1 rs2 wait:rs2 rs3 wait:rs3"
         )
         num_rewrites, result = run(graph)
         assert num_rewrites > 0
         assert events(result) == (
-            "ag0 ag1 wait:ag0 ag2 wait:ag1 ag3 wait:ag2 wait:ag3 "
-            "rs0 wait:rs0 rs1 wait:rs1 rs2 wait:rs2 rs3 wait:rs3"
+            "ag0 ag1 wait:ag0 ag2 wait:ag1 ag3 wait:ag2 wait:ag3 rs0 wait:rs0 rs1 wait:rs1 rs2 wait:rs2 rs3 wait:rs3"
         )
 
 
@@ -185,9 +183,7 @@ def test_collectives_of_tensor_parallelism_stay() -> None:
         # Each is waited for at once; FSDP's reductions are in flight across them.
         nodes = list(result.graph.nodes)
         in_flight = {
-            node: nodes[nodes.index(node) : nodes.index(wait_of(node))]
-            for node in nodes
-            if is_collective(node)
+            node: nodes[nodes.index(node) : nodes.index(wait_of(node))] for node in nodes if is_collective(node)
         }
         assert all(len(in_flight[node]) == 1 for node in after)
         first, second, _ = (n for n in nodes if n.target == REDUCE_SCATTER and n not in after)

@@ -23,9 +23,7 @@ LAYERS = [["layers.0"], ["layers.1"]]
 NAME = "reshard-after-forward"
 
 
-def run(
-    graph: TrainGraph, entries: list[list[str]] = LAYERS, *, reshard: bool = True
-) -> tuple[int, TrainGraph]:
+def run(graph: TrainGraph, entries: list[list[str]] = LAYERS, *, reshard: bool = True) -> tuple[int, TrainGraph]:
     plan = BucketPlan.from_modules(entries, BF16, reshard_after_forward=reshard)
     passes = (
         DeduplicateShared(),

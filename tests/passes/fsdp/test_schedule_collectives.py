@@ -95,9 +95,7 @@ def test_more_memory_less_waiting(hybrid: bool) -> None:
 def test_parameters_are_kept_if_there_is_memory_for_them() -> None:
     with on_fake_ranks(model()) as captured:
         graph = bucketed(captured)
-        counts = [
-            run(graph, budget, prove=True).collectives()["all_gather_into_tensor"] for budget in (None, 10**6)
-        ]
+        counts = [run(graph, budget, prove=True).collectives()["all_gather_into_tensor"] for budget in (None, 10**6)]
         once = captured.collectives()
     assert counts[1] < counts[0] <= 2 * NUM_LAYERS + 1 < once["all_gather_into_tensor"]
 
@@ -146,11 +144,7 @@ def test_collectives_of_tensor_parallelism_stay() -> None:
         graph = bucketed(captured_over_tensor_parallel(Parallel()), BucketPlan.from_modules(LAYERS[:2]))
         result = run(graph, 10**6)
         others = [
-            [
-                node.name
-                for node in each.graph.nodes
-                if is_collective(node) and collective_ranks(node) == (0, 1)
-            ]
+            [node.name for node in each.graph.nodes if is_collective(node) and collective_ranks(node) == (0, 1)]
             for each in (graph, result)
         ]
         assert others[0] == others[1] != []
@@ -190,9 +184,7 @@ def test_its_report_draws_both_orders() -> None:
     assert (given.title, best.title) == ("FSDP2's order", "this order")
     assert best.seconds == pytest.approx(planned.seconds)
     assert best.exposed <= given.exposed
-    for _, lane in groupby(
-        sorted(best.spans, key=lambda span: (span.lane, span.start)), lambda span: span.lane
-    ):
+    for _, lane in groupby(sorted(best.spans, key=lambda span: (span.lane, span.start)), lambda span: span.lane):
         assert all(one.end <= other.start + 1e-12 for one, other in pairwise(lane))
     computed = sum(span.end - span.start for span in best.spans if span.lane == "compute")
     assert computed == pytest.approx(planned.compute)
@@ -232,9 +224,7 @@ def test_eager_s_bits_on_ranks(shape: tuple[int, ...]) -> None:
         hashes = []
         for budget in (None, 10**6):
             model = built()
-            step = gp.measure_operators(
-                gp.capture_train_step(loss_fn, model, *token_batch(0)), *token_batch(0)
-            )
+            step = gp.measure_operators(gp.capture_train_step(loss_fn, model, *token_batch(0)), *token_batch(0))
             step = gp.default_pipeline(wire=WIRE, budget=budget).run(step, prove=True)
             hashes.append(train(model, step))
         return train(built()), hashes, train(built(), lr=2e-2), step.seconds

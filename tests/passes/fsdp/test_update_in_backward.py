@@ -42,9 +42,7 @@ def run(step: CapturedStep, num_bytes: int = 1) -> tuple[int, tuple[str, ...], C
 
 def updates(step: CapturedStep) -> list[list[str]]:
     """Returns which parameters each call that writes them has, in the order of the graph."""
-    names = {
-        node: item.fqn for item, node in zip(step.inputs, step.placeholders, strict=True) if item.is_state
-    }
+    names = {node: item.fqn for item, node in zip(step.inputs, step.placeholders, strict=True) if item.is_state}
     calls = step.graph.find_nodes(op="call_function", target=torch.ops.aten._foreach_add_.List)
     return [[names[each] for each in call.args[0]] for call in calls]
 
@@ -153,9 +151,7 @@ def test_a_gradient_in_another_layout_is_copied(is_transposed: bool) -> None:
 def test_a_batch_that_is_a_parameter_is_refused() -> None:
     model = build()
     *_, step = run(capture(model, SGD(model.parameters())))
-    with pytest.raises(
-        ValueError, match=r"^the step writes 0\.weight in place, which shares memory with batch\[0\]"
-    ):
+    with pytest.raises(ValueError, match=r"^the step writes 0\.weight in place, which shares memory with batch\[0\]"):
         step(model[0].weight.detach()[:3])
 
 

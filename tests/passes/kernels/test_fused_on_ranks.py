@@ -64,9 +64,7 @@ def train_fused(rank: int) -> tuple[list[Tensor], list[str]]:
     step = capture_train_step(loss_fn, model, first, optimizer=optimizer)
     with mock.patch.object(fuse_exactly, "exact_functions", lambda wanted: wanted if rank else frozenset()):
         step = default_pipeline(fuse=True).run(step, prove=True)
-        losses = [
-            (step if index % 2 else step.accumulate)(batch) for index, batch in enumerate(batches(rank))
-        ]
+        losses = [(step if index % 2 else step.accumulate)(batch) for index, batch in enumerate(batches(rank))]
     fused = [str(node.target) for node in step.graph.nodes if EXACT_REGION in node.meta]
     return [*losses, *model.parameters()], fused
 
