@@ -12,6 +12,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -75,16 +76,15 @@ def wait_for(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def no_cached_shardings() -> Iterator[None]:
-    """Keeps DTensor's answers of a trace apart from those of other traces and of eager.
+def symbols_not_cached(env: ShapeEnv) -> Iterator[None]:
+    """Lets DTensor forget what it learned in the block, a trace, if that made symbolic numbers.
 
     DTensor caches which sharding an operator's results have, by the operator's arguments. Where one of them is a
-    symbolic number, as while a step is traced, a later trace compares its own numbers with this one's, which it does
-    not know (pytorch#183021 is of the sizes among them).
+    symbolic number, a later trace compares its own numbers with this one's, which it does not know (pytorch#183021 is
+    of the sizes among them).
     """
-    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)
-    clear()
     try:
         yield
     finally:
-        clear()
+        if env.var_to_range:
+            getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()

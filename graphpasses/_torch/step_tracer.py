@@ -26,7 +26,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic
 from torch.fx.traceback import preserve_node_meta
 from torch.nn.utils.stateless import _reparametrize_module
 
-from graphpasses._torch.dtensor import no_cached_shardings
+from graphpasses._torch.dtensor import symbols_not_cached
 from graphpasses._torch.fake_mode import new_fake_mode
 from graphpasses._torch.pytree import TreeSpec, tree_flatten, tree_unflatten
 from graphpasses._torch.schemas import is_tensor_subclass
@@ -92,7 +92,7 @@ def trace_with_torch(fn: Callable[..., Any], module: nn.Module | None = None) ->
             torch.autograd.set_multithreading_enabled(False),  # backward in this thread, where the tracing is
             frames_of_forward(),
             _of_compiler("_non_strict_tracing_context", nullcontext),
-            no_cached_shardings(),
+            symbols_not_cached(mode.shape_env),  # type: ignore[arg-type]
         ):
             gm = make_fx(run, record_stack_traces=True)(*fakes)
         _name_backward_by_forward(gm)
