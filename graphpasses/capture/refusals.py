@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import inspect
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -205,7 +205,8 @@ def gradients_refused(model: nn.Module) -> Iterator[None]:
     def refuse(tensor: torch.Tensor, does: str) -> None:
         # Of the step, as x.grad of a penalty.
         is_own = is_fake(tensor) and not isinstance(tensor, nn.Parameter)
-        reader = sys._getframe(2)  # a frame that this one held would hold the tensor, in a circle
+        # This frame itself is kept in no variable: it would hold the tensor, in a circle.
+        reader: Any = inspect.currentframe().f_back.f_back  # type: ignore[union-attr]
         is_tracers = reader.f_globals.get("__name__", "").startswith(_READ_GRADIENTS)
         is_moved = reader.f_code.co_name == "_apply"  # a module, as .to() does, which has an error of its own
         if is_own or is_tracers or is_moved or inside or threading.get_ident() != thread:
