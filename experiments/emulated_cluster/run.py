@@ -137,7 +137,7 @@ class _Slower(Costs):
         super().__init__(step, WIRE)
         measured = self.seconds
         factor = compute / sum(map(measured, step.graph.nodes))
-        self.seconds = lambda node: factor * measured(node)  # type: ignore[assignment]
+        self.seconds = lambda node: factor * measured(node)
 
 
 def _no_time(transfer: Transfer) -> float:

@@ -18,8 +18,8 @@ _hooks_of = operator.itemgetter(*HOOKS)
 
 def hook_ids(module: nn.Module) -> tuple[int, ...]:
     """Returns the numbers of the hooks that run around a module's forward and backward; torch gives none twice."""
-    before, after, backward_before, backward = _hooks_of(module.__dict__)
-    return (*before, *after, *backward_before, *backward)
+    dicts = _hooks_of(module.__dict__)
+    return tuple(chain.from_iterable(dicts)) if any(dicts) else ()  # of most modules there are none
 
 
 def global_hook_ids() -> tuple[int, ...]:

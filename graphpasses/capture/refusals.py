@@ -209,7 +209,7 @@ def gradients_refused(model: nn.Module) -> Iterator[None]:
         reader: Any = inspect.currentframe().f_back.f_back  # type: ignore[union-attr]
         is_tracers = reader.f_globals.get("__name__", "").startswith(_READ_GRADIENTS)
         is_moved = reader.f_code.co_name == "_apply"  # a module, as .to() does, which has an error of its own
-        if is_own or is_tracers or is_moved or inside or threading.get_ident() != thread:
+        if is_own or is_tracers or is_moved:
             return
         what = names.get(id(tensor), f"a tensor of shape {[*tensor.shape]}")
         raise CaptureError(
@@ -220,6 +220,8 @@ def gradients_refused(model: nn.Module) -> Iterator[None]:
 
     def refused(access: Any, does: str) -> Any:
         def call(tensor: torch.Tensor, *value: torch.Tensor | None) -> Any:
+            if inside or threading.get_ident() != thread:
+                return access(tensor, *value)
             refuse(tensor, does)
             inside.append(tensor)
             try:

@@ -27,7 +27,7 @@ class Costs:
         self._measured, self._flops = graph.seconds, 1e12 * wire.speeds.flops
         self._on_wire = functools.cache(wire)
         # Of a node how long it computes; those that launch, wait, or name a part of another take no time.
-        self.seconds = functools.cache(self._seconds)
+        self.seconds: Callable[[fx.Node], float] = functools.cache(self._seconds)
         self._bytes_per_second = 1e9 * wire.speeds.memory_bandwidth
         if self._measured is not None:
             self._bytes_per_second = self._measured_bandwidth(graph)
