@@ -54,12 +54,13 @@ class DLRMLoss(nn.Module):
         return F.binary_cross_entropy_with_logits(self.dlrm(dense, ids).squeeze(-1), labels)
 
 
-def build(workload: Workload, variant: Variant) -> nn.Module:
+def build(workload: Workload, variant: Variant, group: dist.ProcessGroup | None = None) -> nn.Module:
     """Builds the model that a variant trains; sharded, if it is trained on several ranks.
 
     Args:
         workload: its tables.
         variant: how they are laid out.
+        group: of the ranks that they are sharded over; None for all.
 
     Returns:
         A model from a batch to the loss; the optimizer of its tables runs in backward.
@@ -76,7 +77,7 @@ def build(workload: Workload, variant: Variant) -> nn.Module:
     for collection in collections:
         apply_optimizer_in_backward(optimizer, collection.parameters(), {"lr": LR})
     model = with_dense_layers(workload, collections)
-    return model if variant.layout == "plain EBC" else _shard(workload, variant, model)
+    return model if variant.layout == "plain EBC" else _shard(workload, variant, model, group)
 
 
 def table_configs(workload: Workload) -> list[EmbeddingBagConfig]:
@@ -92,7 +93,9 @@ def with_dense_layers(workload: Workload, collections: list[nn.Module]) -> nn.Mo
     return DLRMLoss(collections[0]) if workload.has_dense_layers else Lookups(collections)
 
 
-def _shard(workload: Workload, variant: Variant, model: nn.Module) -> nn.Module:
+def _shard(
+    workload: Workload, variant: Variant, model: nn.Module, group: dist.ProcessGroup | None = None
+) -> nn.Module:
     shardings = _mixed(workload) if variant.layout == "one EBC, mixed" else _table_wise(workload)
     modules = {n: m for n, m in model.named_modules() if isinstance(m, EmbeddingBagCollection)}
     plan = ShardingPlan(
@@ -107,7 +110,9 @@ def _shard(workload: Workload, variant: Variant, model: nn.Module) -> nn.Module:
             for name, module in modules.items()
         }
     )
-    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    group = group or dist.group.WORLD
+    assert group is not None
+    env = ShardingEnv.from_process_group(group)
     return DistributedModelParallel(model, env=env, device=torch.device("cpu"), plan=plan)
 
 

@@ -86,8 +86,13 @@ class _Passes(CustomGraphPass):
         return self._digest
 
 
-def compile_inductor(module: fx.GraphModule, inputs: Sequence[Any], stages: Stages, digest: str) -> Compiled:
-    """Compiles likewise with Inductor; ``digest``, all that the rewrites depend on, is part of its caches' key."""
+def compile_inductor(
+    module: fx.GraphModule, inputs: Sequence[Any], stages: Stages, digest: str, *, keep_order: bool
+) -> Compiled:
+    """Compiles likewise with Inductor; ``digest``, all that the rewrites depend on, is part of its caches' key.
+
+    With ``keep_order`` kernels run in the order of the graph's calls, which says when collectives start.
+    """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.pattern_matcher import stable_topological_sort
@@ -107,7 +112,11 @@ def compile_inductor(module: fx.GraphModule, inputs: Sequence[Any], stages: Stag
 
     # Halves after Inductor's passes: those remove clones, as if no operator wrote into its arguments.
     ours = {"joint_custom_pre_pass": rewrite_joint, "post_grad_custom_post_pass": rewrite_half}
-    patches = {name: _and(getattr(config, name), _Passes(rewrite, digest)) for name, rewrite in ours.items()}
+    patches: dict[str, Any] = {
+        name: _and(getattr(config, name), _Passes(rewrite, digest)) for name, rewrite in ours.items()
+    }
+    if keep_order:
+        patches["reorder_for_peak_memory"] = False
     # As an argument, since the backward graph may be compiled later, when the first backward runs.
     # AOTAutograd's own cache would skip the joint passes, on one rank and not on another: they talk to each other.
     # Its elimination of common subexpressions merges equal collectives on ranks that see that they are equal.

@@ -6,7 +6,7 @@ A rule returns why a step is refused, or None. What is refused before or while a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -70,37 +70,45 @@ def _sparse_gradients(step: CapturedStep, _: RandomCalls) -> str | None:
 
 
 def _outside_tensors(step: CapturedStep, _: RandomCalls) -> str | None:
-    """Refuses trainable tensors, whose gradients the step would not compute, and notes the others.
-
-    The graph keeps the tensor objects: it sees what is written into them.
-    """
-    outside: dict[int, torch.Tensor] = {}
-    for node in step.graph.find_nodes(op="get_attr"):
-        value = getattr(step.module, str(node.target))
-        if isinstance(value, torch.Tensor) and not is_literal(node):
-            outside[id(value)] = value
+    """Refuses tensors from outside whose gradients the step would not compute."""
+    outside = outside_tensors(step)
     own = {each: fqn for fqn, tensor in named_state(step.model) for each in memories(tensor)}
-    for fqn in [own[each] for value in outside.values() for each in memories(value) if each in own]:
+    for fqn in [own[each] for value in outside for each in memories(value) if each in own]:
         return (
             f"loss_fn reads {fqn!r} by a variable of its own, and a captured step would compute no gradient by it, "
             "nor know when it changes. Read it from the model that loss_fn is given"
         )
-    shapes = [f"shape {list(value.shape)}, {value.dtype}" for value in outside.values()]
-    for shape, value in zip(shapes, outside.values(), strict=True):
+    for value in outside:
         if value.requires_grad:
             return (
-                f"loss_fn reads a trainable tensor of {shape}, that is no part of the model; a captured step would "
-                "not compute its gradient. Name its model (capture_train_step(..., others=(other,))), or detach "
-                "it"
+                f"loss_fn reads a trainable tensor of {_layout(value)}, that is no part of the model; a captured "
+                "step would not compute its gradient. Name its model (capture_train_step(..., others=(other,))), or "
+                "detach it"
             )
-    if outside:
-        step.note(
-            f"loss_fn reads {len(outside)} tensors from outside the model and the batch ({'; '.join(shapes[:3])}"
-            f"{'; …' if len(outside) > 3 else ''}): the step keeps these objects, and sees what is written into "
-            "them, but not other tensors under their names"
-        )
-        step.snapshot = step.snapshot.with_tensors(outside.values())
     return None
+
+
+def outside_tensors(step: CapturedStep) -> list[torch.Tensor]:
+    """Returns the tensors beside the model and the batch that a step reads; its graph keeps the objects."""
+    values = {
+        node.target: getattr(step.module, str(node.target))
+        for node in step.graph.find_nodes(op="get_attr")
+        if not is_literal(node)
+    }
+    return [*{id(each): each for each in values.values() if isinstance(each, torch.Tensor)}.values()]
+
+
+def note_outside(outside: Sequence[torch.Tensor]) -> str:
+    """Says that a step keeps tensors from outside."""
+    shapes = "; ".join(map(_layout, outside[:3])) + ("; …" if len(outside) > 3 else "")
+    return (
+        f"loss_fn reads {len(outside)} tensors from outside the model and the batch ({shapes}): the step keeps these "
+        "objects, and sees what is written into them, but not other tensors under their names"
+    )
+
+
+def _layout(value: torch.Tensor) -> str:
+    return f"shape {list(value.shape)}, {value.dtype}"
 
 
 RULES: tuple[StepRule, ...] = (

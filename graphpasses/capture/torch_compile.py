@@ -156,7 +156,7 @@ def _compile(
     else:
         facts = "\n".join(map(repr, (options.pipeline.uuid(), *rewritten.inputs)))
         digest = hashlib.sha256(facts.encode()).hexdigest()
-        compiled = compile_inductor(rewritten.module, fakes, stages, digest)
+        compiled = compile_inductor(rewritten.module, fakes, stages, digest, keep_order=communicates)
     checks, input_checks = tuple(rewritten.checks), tuple(rewritten.input_checks)
     backward_checks = tuple(rewritten.backward_checks)
 

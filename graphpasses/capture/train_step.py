@@ -19,7 +19,7 @@ from graphpasses.capture.dynamic_shapes import read_dynamic_shapes
 from graphpasses.capture.oracle import check_step, has_equal_bits, why_unchecked
 from graphpasses.capture.refusals import refuse_model
 from graphpasses.capture.step_check import check_on_batch
-from graphpasses.capture.step_rules import refuse_step
+from graphpasses.capture.step_rules import note_outside, outside_tensors, refuse_step
 from graphpasses.capture.trace import trace_step
 from graphpasses.capture.traced_result import read_step
 from graphpasses.capture.update import find_update, trace_update
@@ -174,6 +174,9 @@ def _capture(
     )
     # Refuse
     refuse_step(step, trace.random_calls)
+    if outside := outside_tensors(step):
+        step.note(note_outside(outside))
+        step.snapshot = step.snapshot.with_tensors(outside)
     if groups and (note := premultiplied_note(BucketPlan.from_fully_shard(model).entries)):
         step.note(note)
     if clip_norm is not None and any(own_reduction(group) is not None for group in groups):

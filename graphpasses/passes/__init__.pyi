@@ -8,6 +8,7 @@ from graphpasses.passes.embedding.fuse_table_updates import FuseTableUpdates as 
 from graphpasses.passes.embedding.fuse_tbe import FuseTBE as FuseTBE
 from graphpasses.passes.embedding.hoist_input_dists import HoistInputDists as HoistInputDists
 from graphpasses.passes.embedding.lower_embedding_bags import LowerEmbeddingBags as LowerEmbeddingBags
+from graphpasses.passes.embedding.overlap_all_to_all import OverlapAllToAll as OverlapAllToAll
 from graphpasses.passes.embedding.reinplace_tbe_updates import ReinplaceTBEUpdates as ReinplaceTBEUpdates
 from graphpasses.passes.fsdp.bucket_fsdp_collectives import BucketFSDPCollectives as BucketFSDPCollectives
 from graphpasses.passes.fsdp.canonical_reductions import CanonicalReductions as CanonicalReductions

@@ -112,6 +112,7 @@ def recommender_pipeline(
             passes.FuseSizeTensors(),
             passes.EliminateSplitCat(),
             passes.ReinplaceTBEUpdates(),
+            passes.OverlapAllToAll(),
         ),
         disable=disable,
     )

@@ -172,7 +172,7 @@ class ReinplaceTBEUpdates(GraphPass):
     way), where the graph does not return that memory, and where an input, if it is one, changes anyway. Otherwise
     the call writes a clone; for inputs a note says why. Several updates of one table stay in their order.
 
-    Writes fix the order of nodes, so this pass comes last.
+    Writes fix the order of nodes, so passes that join or drop calls come before this one.
 
     Example:
         >>> from torch.distributed.optim import _apply_optimizer_in_backward

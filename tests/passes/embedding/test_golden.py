@@ -25,6 +25,7 @@ from graphpasses.passes import (
     DeduplicateSizes,
     EliminateSplitCat,
     FuseSizeTensors,
+    OverlapAllToAll,
 )
 from tests.helpers.all_to_alls import capture, exchange
 from tests.helpers.golden import golden, read, show
@@ -265,3 +266,30 @@ new_zeros_1 = aten.new_zeros(input_0, [local_scalar_dense], pin_memory=False)  #
 return new_zeros, new_zeros_1  # output 0, output 1
 """,
         )
+
+
+def test_overlap_all_to_all() -> None:
+    graph = read(
+        """\
+embeddings_grad = value('embeddings_grad')  # f32[4, 2]
+x = value('x')  # f32[4, 4]
+launch = all_to_all(embeddings_grad, [2, 2], [2, 2], group0)  # f32[4, 2]
+arrived = wait(launch)  # f32[4, 2]
+rows_grad = aten.div(arrived, 2)  # f32[4, 2]
+weight_grad = aten.mm(x, x)  # f32[4, 4]
+return rows_grad, weight_grad  # rows, weight
+""",
+        Stage.BACKWARD,
+    )
+    assert_expected_inline(
+        golden(OverlapAllToAll(), graph),
+        """\
+embeddings_grad = value('embeddings_grad')  # f32[4, 2]
+x = value('x')  # f32[4, 4]
+launch = all_to_all(embeddings_grad, [2, 2], [2, 2], group0)  # f32[4, 2]
+weight_grad = aten.mm(x, x)  # f32[4, 4]
+arrived = wait(launch)  # f32[4, 2]
+rows_grad = aten.div(arrived, 2)  # f32[4, 2]
+return rows_grad, weight_grad  # rows, weight
+""",
+    )
