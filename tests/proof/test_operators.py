@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphpasses.proof.core.operators import is_element_by_element, is_free_of_offset, name_of
+from graphpasses.proof.core.operators import SAMPLE_BY_SAMPLE, is_element_by_element, is_free_of_offset, name_of
 from graphpasses.proof.spelling import plain_call
 from tests.proof.numbers import FLOATS, random_bits, same_but_nans
 
@@ -158,3 +158,27 @@ def test_names_of_what_writes_in_place() -> None:
     assert name_of(aten.mul_.Scalar) != name_of(aten.mul.Scalar)  # it rounds the number first
     assert name_of(aten.addmm_.default) != name_of(aten.addmm.default)  # it writes at its operand's address
     assert is_element_by_element(aten.mul_.Tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attention_finds_one_sample_whatever_its_stride(dtype: torch.dtype) -> None:
+    forward, backward = (
+        getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{end}") for end in ("", "_backward")
+    )
+    assert {forward.default, backward.default} == SAMPLE_BY_SAMPLE
+
+    def run(stride: int) -> list[Tensor]:
+        """Runs forward and backward on heads of 5 and of 40 positions, each operand with a first stride."""
+        outputs = []
+        for length in (5, 40):
+            data = [torch.randn(2 * length * 8, generator=random.manual_seed(seed)).to(dtype) for seed in range(4)]
+            shape, strides = (1, 2, length, 8), (stride, 8, 16, 1)  # as linear layers leave heads
+            q, k, v, grad = (each.as_strided(shape, strides) for each in data)
+            out, sums = forward(q, k, v, is_causal=True)
+            outputs += [out, sums, *backward(grad, q, k, v, out, sums, 0.0, True)]
+        return outputs
+
+    random = torch.Generator()
+    expected = run(640)
+    for stride in (0, 1, 7, 16, 1 << 40):
+        assert all(map(torch.equal, expected, run(stride)))

@@ -16,7 +16,7 @@ from graphpasses._torch.schemas import returns_alias
 from graphpasses.errors import ProofError
 from graphpasses.graph import WAIT
 from graphpasses.graph.nodes import attribute, freeze, named_call
-from graphpasses.proof.core.operators import is_free_of_offset
+from graphpasses.proof.core.operators import SAMPLE_BY_SAMPLE, is_free_of_offset
 from graphpasses.proof.core.views import ALIGNMENT, Layout, View
 
 Leaf = tuple[fx.Node, int | None]  # a tensor that a node has: its value, or one of several
@@ -83,12 +83,13 @@ class Facts:
         if place is None:
             return None
         of, view = place
+        strides = (0, *view.strides[1:]) if view.shape[:1] == (1,) and target in SAMPLE_BY_SAMPLE else view.strides
         if target is None or is_free_of_offset(target, fake.device.type):
-            return Layout(view.strides, fake.device)
+            return Layout(strides, fake.device)
         # Of memory from outside it is not known where it begins.
         memory = str(of[0].target) if of[0].op in ("placeholder", "get_attr") else ""
         offset = view.offset * fake.dtype.itemsize % ALIGNMENT if type(view.offset) is int else view.offset
-        return Layout(view.strides, fake.device, (memory, offset))
+        return Layout(strides, fake.device, (memory, offset))
 
     # ---- fake values ----------------------------------------------------------------------------------------------
 

@@ -32,6 +32,13 @@ _COPIES = frozenset(
 )
 # What in place computes otherwise: this rounds the number to half precision first.
 _UNLIKE_IN_PLACE = frozenset({aten.mul_.Scalar})
+SAMPLE_BY_SAMPLE = frozenset(
+    {
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    }
+)
+"""What uses the first stride of an operand only to find its samples: of one sample it makes no difference."""
 # What torch computes list by list, and adds elements up.
 _LIST_REDUCTIONS = ("aten._foreach_norm", "aten._foreach_powsum", "aten._foreach_max")
 

@@ -61,7 +61,7 @@ CASES = {
         # Several microbatches, each with a loss in chunks.
         "accumulated": Case(Recipe("llama3", tied=True, chunked_loss=True, num_layers=1, global_batch_size=4)),
     },
-    "context parallel": {"llama3": Case(Recipe("llama3", num_layers=1, context_parallel=2, local_batch_size=2))},
+    "context parallel": {"llama3": Case(Recipe("llama3", num_layers=1, context_parallel=2, local_batch_size=1))},
     # Each mesh by itself: DTensor's caches take meshes of other groups, but of equal ranks and names, for one.
     # Sizes depend on where routers send tokens; each expert's weights have two ranks, the dense ones four.
     "sharded × expert parallel": {
