@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,13 @@ class Question(Generic[F, A]):
     contradiction: Callable[[A, F], str]
 
 
+class Told(NamedTuple):
+    """What ranks told each other of the launches of a graph."""
+
+    launches: tuple[str, ...]  # names of the all-to-alls, on this rank
+    by_rank: list[Any]  # the facts of each rank, in group order
+
+
 class CollectiveSequence:
     """The collectives of a graph in launch order; every rank has the same."""
 
@@ -67,7 +74,10 @@ class CollectiveSequence:
         for name in self.groups if groups is None else groups:
             group = named_group(str(name))
             signature = [topic, *self._lines]
-            agreed = question.combine(exchange(signature, agreed, group=group, remembered=remembered, place=place))
+            facts_by_rank = exchange(signature, agreed, group=group, remembered=remembered, place=place)
+            launches = tuple(node.name for node in self.all_to_alls)
+            self._graph.told[question.pass_name, str(name)] = Told(launches, facts_by_rank)
+            agreed = question.combine(facts_by_rank)
         if wrong := question.contradiction(agreed, facts):
             raise AgreementError(f"rank {dist.get_rank()} {wrong}. Disable {question.pass_name!r} for this model")
         answer: A = agreed

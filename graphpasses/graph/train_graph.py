@@ -47,6 +47,7 @@ class TrainGraph:
         stage: the part of the step that the graph holds.
         remembered: what passes remember from one compilation of a model to the next, e.g. what its ranks agreed on.
             All graphs of one compiled function share one dict, as do the copies of a captured step.
+        told: by pass and process group, what ranks told each other of the launches, see :mod:`graphpasses.agreement`.
         place: how many graphs with collectives run before this one in a call of a compiled function, which graph
             breaks cut into several.
         fixed_signature: whether another runner owns the flat signature, so that inputs must stay.
@@ -79,6 +80,7 @@ class TrainGraph:
     model: nn.Module
     stage: Stage = Stage.STEP
     remembered: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    told: dict[tuple[str, str], Any] = field(default_factory=dict, repr=False)
     place: int = 0
     fixed_signature: bool = False
     report: PipelineReport | None = None
@@ -243,6 +245,7 @@ class TrainGraph:
             report=None,
             notes=[],
             timelines=[],
+            told={**self.told},
             copied_constants=read_constants(self.graph),
         )
 

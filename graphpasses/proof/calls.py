@@ -92,7 +92,10 @@ class Calls(Memory):
             if target == aten.constant_pad_nd.default:
                 kwargs["origin"] = origin_of_padding(node, self._inputs)
             given = pytree.tree_leaves((args, kwargs))
-            is_known = not any(isinstance(each, Value) and each.pieces is None for each in given)
+            # Of a size it counts which one it is.
+            is_known = all(
+                not isinstance(each, Value) or each.dtype is None or each.pieces is not None for each in given
+            )
             if is_known and (
                 isinstance(next(iter(args), None), Value) or not takes_tensor(target)
             ):  # else the call would fail

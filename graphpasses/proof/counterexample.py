@@ -184,6 +184,8 @@ class _Run:
             case Term("remote", _, _, (of,)):
                 num_ranks = self.values.numel(source) // self.values.numel(of)
                 return torch.cat((yield from self._of_ranks("source", of, num_ranks)))
+            case Term("told", (_, of, own, offsets), _, (_, *_) as sources) if rank == 0:
+                return (yield "source", sources[own], int(of != own))[offsets[own]].reshape(1)
             case Term("tensor", (number,)):
                 return (yield "value", number, rank).reshape(-1)
             case Term(kind, parameters, read_as, operands):

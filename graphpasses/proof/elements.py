@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from graphpasses._torch.fake_mode import outside_tracing
 from graphpasses.graph.nodes import freeze
+from graphpasses.ops.size_tensor import SIZE_TENSOR
 from graphpasses.proof.core.axioms import AXIOMS, Rule, axiom
 from graphpasses.proof.core.values import Piece, Result, Value, Values, whole
+from graphpasses.proof.pieces import joined
 from graphpasses.proof.terms import Term, term_of
 
 aten = torch.ops.aten
@@ -22,6 +24,14 @@ aten = torch.ops.aten
 
 def constant(values: Values, dtype: torch.dtype | None, value: Any) -> int:
     return values.source(("constant", dtype, *filled(dtype, value)))
+
+
+def element(values: Values, dtype: torch.dtype, number: Any) -> int | None:
+    """Returns the source of a number as an element; None of what is none, and of one computed that may be rounded."""
+    if isinstance(number, Value):
+        is_size = number.dtype is None and dtype == torch.int64
+        return values.source(("number", dtype, number.number)) if is_size else None
+    return constant(values, dtype, number) if isinstance(number, (int, float, bool)) else None
 
 
 def repeated(values: Values, dtype: torch.dtype, shape: tuple[int, ...], source: int) -> Value:
@@ -45,9 +55,8 @@ def _filled(dtype: torch.dtype, kind: type, bits: Any) -> tuple[str, Any]:
 def _fill(number: int) -> Rule:
     def rule(values: Values, result: Any, *args: Any, **_: Any) -> Result:
         given = args[number] if number >= 0 else number + 2
-        if not isinstance(given, (int, float, bool)):
-            return None
-        return repeated(values, result.dtype, tuple(result.shape), constant(values, result.dtype, given))
+        source = element(values, result.dtype, given)
+        return None if source is None else repeated(values, result.dtype, tuple(result.shape), source)
 
     return rule
 
@@ -60,6 +69,13 @@ for _number, _targets in (
     (2, (aten.new_full.default,)),
 ):
     axiom("constants", "zeros, ones, full and their like are constant", *_targets)(_fill(_number))
+
+
+@axiom("sizes", "a tensor of sizes has each of them, in their order", SIZE_TENSOR)
+def _size_tensor(values: Values, result: Any, sizes: Sequence[Any], *_: Any) -> Result:
+    found = [element(values, result.dtype, size) for size in sizes]
+    pieces = [Piece(index, (), source, 0) for index, source in enumerate(found) if source is not None]
+    return values.moved(result.dtype, tuple(result.shape), joined(pieces)) if len(pieces) == len(found) else None
 
 
 # ---- operators that compute element by element --------------------------------------------------------------------

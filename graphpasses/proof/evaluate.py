@@ -27,7 +27,6 @@ from graphpasses.graph.nodes import (
 from graphpasses.graph.train_graph import InputKind, OutputKind, Stage
 from graphpasses.ops.pack_all_to_all import PACK, UNPACK
 from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
-from graphpasses.ops.size_tensor import SIZE_TENSOR
 from graphpasses.proof import movement
 from graphpasses.proof.calls import Calls, is_function, views
 from graphpasses.proof.core.axioms import AXIOMS, RULES
@@ -37,6 +36,8 @@ from graphpasses.proof.core.views import known_size
 from graphpasses.proof.evaluated import Collective, Evaluated
 from graphpasses.proof.exchanges import AXIOM as EXCHANGED
 from graphpasses.proof.exchanges import Exchanges
+from graphpasses.proof.sizes import AXIOM as EXCHANGED_SIZES
+from graphpasses.proof.sizes import READ, Sizes, unpacked
 from graphpasses.proof.spelling import evaluated
 
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
@@ -55,7 +56,8 @@ class Evaluation(Calls):
     """Evaluates a graph of ATen operators, node by node; two graphs that share ``values`` can be compared.
 
     ``given`` has the values of inputs that are known, by name; ``constants`` say what constants held before a pass
-    could write them; ``before`` is what was evaluated before this, which goes on with its random numbers.
+    could write them; ``before`` is what was evaluated before this, which goes on with its random numbers; ``sizes``
+    are those of both graphs.
     """
 
     def __init__(
@@ -66,16 +68,17 @@ class Evaluation(Calls):
         given: Mapping[str, Result] | None = None,
         constants: Mapping[str, Hashable] | None = None,
         before: Evaluated | None = None,
+        sizes: Sizes | None = None,
     ) -> None:
         super().__init__(values, facts)
+        self._sizes = sizes or Sizes(values)
         self._graph = graph
         if before is not None:
             self._random, self._hidden = before.random_state, before.hidden_state
         self._constants = {**read_constants(graph.graph), **(constants or {})}
         self._given = given or {}
         self._exchanges = Exchanges(facts)
-        self._made_of_sizes: set[int] = set()  # of what all-to-alls bring, what one operator made of sizes
-        self._brought: dict[fx.Node, Result] = {}
+        self._arriving: dict[fx.Node, Result] = {}  # what launches bring
         self._waiting: dict[fx.Node, Result] = {}  # what launches bring for which nobody has waited
         self._freed: dict[Leaf, fx.Node] = {}
         self._done = Evaluated(values=self._of, made=self._made, axioms=self._axioms)
@@ -97,6 +100,9 @@ class Evaluation(Calls):
             if node.op == "output":
                 break
             value = self.evaluate_node(node)
+            is_sure = node.target == READ or node not in self._facts.guessed
+            if is_sure and isinstance(value, Value) and isinstance(fake := self._facts[node], torch.SymInt):
+                value = self._sizes.named(node, fake, value)
             done.values[node] = value
             for each in value if isinstance(value, list) else [value]:
                 if isinstance(each, Value):
@@ -194,6 +200,8 @@ class Evaluation(Calls):
             return unpacked
         if node.target in METADATA_OPS:
             return self._size(node, fake)
+        if node.target == READ and (size := self._sizes.read(self._read(argument(node)))) is not None:
+            return size
         if str(node.target) in OFFLOADING:
             return self._offloaded(node)
         effects = operator_effects(node)
@@ -235,7 +243,7 @@ class Evaluation(Calls):
     def _size(self, node: fx.Node, fake: Any) -> Result:
         """Returns the value of a size; what a collective brings has one as soon as it is launched."""
         (of, *dim), named = self._arguments(node)
-        value = self._brought[of] if of in self._brought else self._read(of)
+        value = self._arriving[of] if of in self._arriving else self._read(of)
         given = self._numbers(value, self._facts.layout(of))
         size = known_size(fake) if isinstance(fake, (int, torch.SymInt)) else None
         key = (size,) if type(size) is int else (str(node.target), given, *dim, freeze(named))
@@ -252,14 +260,14 @@ class Evaluation(Calls):
             result = movement.gathered(self._table, sent, int(given_args[1]), group, tuple(fake.shape))
             if result is not None:
                 self._axioms.add("all-gather")
+        if node.target == ALL_TO_ALL and isinstance(sent, Value):
+            result = self._brought(node, fake, args)
         if result is None:
             result = self.opaque(node, fake, key)
         if isinstance(sent, Value) and isinstance(result, Value) and node.target == ALL_TO_ALL:
             outputs, inputs = given_args[1:3]
             self._exchanges.send(sent.number, result.number, outputs, inputs, group)
-            if argument(node).target == SIZE_TENSOR:  # as what several would pack
-                self._made_of_sizes.add(result.number)
-        self._waiting[node] = self._brought[node] = result
+        self._waiting[node] = self._arriving[node] = result
         read = map(self._read, node.all_input_nodes)
         given = tuple(each for each in read if isinstance(each, Value))
         is_followed = isinstance(sent, Value) and sent.number in self._exchanges
@@ -273,17 +281,22 @@ class Evaluation(Calls):
         splits = evaluated(self._arguments(node)[0][1], self._number)
         if not isinstance(received, Value):
             return None
-        if received.number in self._made_of_sizes:
-            self._done.unknown = str(SIZE_TENSOR)
         found = self._exchanges.unpack(received.number, self._arguments(node)[0], splits)
         if found is None:
-            return None
+            return unpacked(self._table, received, self._arguments(node)[0][1:])
         self._axioms.add(EXCHANGED)
         self._done.unpacked[node] = [freeze(given) for _, *given in found]
-        return [
-            self.opaque(node, fake, ("collective", str(ALL_TO_ALL), freeze(given), ()))
-            for given, fake in zip(found, fakes, strict=True)
-        ]
+        return [self._brought(node, fake, given) for given, fake in zip(found, fakes, strict=True)]
+
+    def _brought(self, node: fx.Node, fake: Any, given: Any) -> Result:
+        """Returns what an all-to-all brings that is given numbers of values."""
+        sent, outputs, inputs, group = given
+        name = node.name if node.target == ALL_TO_ALL else ""
+        found = self._sizes.brought(name, self._table[sent.number], outputs, inputs, group)
+        if found is not None:
+            self._axioms.add(EXCHANGED_SIZES)
+            return found
+        return self.opaque(node, fake, ("collective", str(ALL_TO_ALL), freeze(given), ()))
 
     def _random_state(self, node: fx.Node, fake: Any) -> Result:
         if node.target == READ_RANDOM_STATE:

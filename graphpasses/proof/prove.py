@@ -27,6 +27,7 @@ from graphpasses.proof.eager_gradients import EagerGradients, layout_of
 from graphpasses.proof.evaluate import Evaluation
 from graphpasses.proof.evaluated import Evaluated
 from graphpasses.proof.launches import launches_of
+from graphpasses.proof.sizes import TELLS_SIZES, Sizes
 from graphpasses.proof.torch_calls import TorchCalls, other_input
 from graphpasses.text import some
 
@@ -113,16 +114,19 @@ def prove_as(
     if reason:
         return Certificate((), (("the graph", reason),), {}, (), time.perf_counter() - start)
     values = Values()
+    sizes = Sizes(values, {group: told for (name, group), told in after.told.items() if name == TELLS_SIZES})
     updated: set[str] = set()
     facts = Facts(before.graph)
     if isinstance(before, DynamoGraph) and isinstance(after, DynamoGraph):
         if other := other_input(before, after):
             raise ProofError(f"{subject} is not proved to keep anything: input {other} is another one")
-        one = TorchCalls(before, values, facts, constants=after.copied_constants).run()
-        two = TorchCalls(after, values, Facts(after.graph)).run()
+        one = TorchCalls(before, values, facts, constants=after.copied_constants, sizes=sizes).run()
+        sizes.is_first = False
+        two = TorchCalls(after, values, Facts(after.graph), sizes=sizes).run()
     else:
-        one = Evaluation(before, values, facts, constants=after.copied_constants).run()
-        two = Evaluation(after, values, Facts(after.graph, facts)).run()
+        one = Evaluation(before, values, facts, constants=after.copied_constants, sizes=sizes).run()
+        sizes.is_first = False
+        two = Evaluation(after, values, Facts(after.graph, facts), sizes=sizes).run()
         known: Facts | None = None
         held = None if after.update is None else after.update.copied_constants
         for graph, done in ((before, one), (after, two)):
@@ -139,7 +143,7 @@ def prove_as(
             raise ProofError(f"the bits of {subject} depend on chance: {reason}\n  {place_of(node)}")
     proof = _Proof(subject, before, after, values, one, two, layout, topology, is_planned)
     proof.compare()
-    proof.leave_open(updated)
+    proof.leave_open(updated, sizes.wrong)
     names = {"operators", "NaNs", *one.axioms, *two.axioms}
     return Certificate(
         tuple(proof.proved),
@@ -236,8 +240,11 @@ class _Proof:
         verb = "changes" if self.changed else "is not proved to keep"
         raise ProofError(f"{self.subject} {verb} {name}{more}: {first}")
 
-    def leave_open(self, updated: Container[str]) -> None:
-        """Takes back what was proved of gradients that are not."""
+    def leave_open(self, updated: Container[str], wrong: str) -> None:
+        """Takes back what was proved of gradients that are not, and all if sizes are not what they were taken for."""
+        if wrong:
+            self.unproved += [(name, f"it may rest on sizes: {wrong}") for name in self.proved]
+            self.proved = []
         if any(name.startswith("the gradient of ") for name, _ in self.unproved):
             reason = "it is made of gradients, of which some are not proved"
             self.unproved += [(name, reason) for name in self.proved if name in updated]

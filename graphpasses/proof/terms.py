@@ -35,6 +35,7 @@ KINDS = {
     "product": Kind("a product", lambda x, y: x * y),
     "bytes": Kind("the bytes", lambda x, _: x.contiguous().view(torch.uint8)),
     "remote": Kind("an all-gather in {}"),  # of what each rank of a group has
+    "told": Kind("a size that a rank tells"),  # what it sends for this one where this rank sends what it has of each
     "tensor": Kind("a tensor"),  # all elements of a value, by its number
 }
 """By name; factors are a dtype, and a number as :func:`freeze` has it and as it is."""

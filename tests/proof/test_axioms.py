@@ -12,6 +12,7 @@ import graphpasses.proof.prove  # noqa: F401  its modules register their axioms
 from graphpasses.graph import WAIT
 from graphpasses.identity import same_bits
 from graphpasses.ops.pack_all_to_all import pack_all_to_all, unpack_all_to_all
+from graphpasses.ops.size_tensor import SIZE_TENSOR
 from graphpasses.proof import elements
 from graphpasses.proof.core.axioms import AXIOMS, RULES
 from graphpasses.proof.core.values import Value, Values
@@ -77,6 +78,7 @@ CASES = {
     aten.add.Tensor: [(X, Y), (X, X)],
     aten.sub.Tensor: [(X, Y), (X, X)],
     aten.view.dtype: [(X, torch.uint8)],
+    SIZE_TENSOR: [([3, 0, 3, 7], torch.int64, torch.device("cpu")), ([2], torch.int32, torch.device("cpu"))],
 }
 DTYPES = {
     aten.div.Scalar: FLOATS,
@@ -117,6 +119,7 @@ def test_every_rule_and_every_axiom_has_a_case() -> None:
         "NaNs",
         "exact kernels",  # tests/fusion
         "rows",  # test_rows.py
+        "exchanged sizes",  # test_sizes.py
     } == AXIOMS.keys()
 
 
