@@ -190,14 +190,14 @@ _CALLED_BACKWARD = (
 
 
 def _check_loss(loss: Any, trainable: list[str]) -> None:
-    """Raises unless ``loss_fn`` returned a floating-point scalar that depends on a parameter of ``trainable``."""
+    """Raises unless ``loss_fn`` returned one floating-point number that depends on a parameter of ``trainable``."""
     if not trainable:
         raise CaptureError("the model has no trainable parameter: nothing to differentiate")
     if not isinstance(loss, torch.Tensor):
         raise CaptureError(f"loss_fn returned a {type(loss).__name__}; {_advice(loss)}")
     if isinstance(loss, DTensor):
         raise CaptureError("loss_fn returned a DTensor; return this rank's loss, e.g. loss.to_local()")
-    if loss.dim() != 0 or not loss.is_floating_point():
+    if loss.numel() != 1 or not loss.is_floating_point():  # as `loss.backward()` has it, of any shape
         raise CaptureError(
             f"loss_fn must return a scalar floating-point tensor, it returned shape {list(loss.shape)}, "
             f"{loss.dtype}; reduce it, e.g. with .mean()"
@@ -216,7 +216,7 @@ def _advice(result: Any) -> str:
     items = dict(result) if isinstance(result, Mapping) else {}
     if isinstance(result, (list, tuple)):
         items = dict(enumerate(result))
-    losses = [key for key, item in items.items() if isinstance(item, torch.Tensor) and item.dim() == 0]
+    losses = [key for key, item in items.items() if isinstance(item, torch.Tensor) and item.numel() == 1]
     if "loss" in losses:
         losses = ["loss"]
     if losses:
