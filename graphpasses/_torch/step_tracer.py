@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import FrameType, SimpleNamespace, new_class
+from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,7 +28,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from graphpasses._torch.dtensor import symbols_not_cached
 from graphpasses._torch.fake_mode import new_fake_mode
-from graphpasses._torch.pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+from graphpasses._torch.pytree import TreeSpec, tree_flatten, tree_unflatten
 from graphpasses._torch.schemas import is_tensor_subclass
 from graphpasses.identity import named_state
 
@@ -46,7 +46,6 @@ class TracedFunction:
     num_flat_outputs: int  # what the function returned
     output_subclass_layouts: dict[int, SimpleNamespace]  # of those that are wrapped, by number
     state_fqns: list[str]  # names of the module's parameters and buffers, tied ones with every name
-    held: Collection[str] = ()  # of those that the function also read by other references than the module's own
 
 
 # Traces are made one after the other: they change what torch, and Python's classes, do in all threads.
@@ -70,7 +69,6 @@ def trace_with_torch(fn: Callable[..., Any], module: nn.Module | None = None) ->
             for index, value in enumerate(plain)
         )
         returned: list[tuple[int, dict[int, SimpleNamespace]]] = []
-        held: set[str] = set()
 
         def run(*values: Any) -> list[Any]:
             wrapped = _wrapped(values, len(given), layouts)
@@ -79,7 +77,6 @@ def trace_with_torch(fn: Callable[..., Any], module: nn.Module | None = None) ->
                 if module is not None:
                     own = dict(zip(state, wrapped, strict=False))
                     stack.enter_context(_reparametrize_module(module, own))
-                    stack.enter_context(_held_traced(state, dict(named_state(module)), held))
                 stack.enter_context(_backward_seen())
                 results = list(fn(*called_with))
             flat, found = _unwrapped(results)
@@ -100,47 +97,9 @@ def trace_with_torch(fn: Callable[..., Any], module: nn.Module | None = None) ->
             gm = make_fx(run, record_stack_traces=True)(*fakes)
         _name_backward_by_forward(gm)
         num_outputs, output_layouts = returned[-1]
-        return TracedFunction(gm, fakes, len(given), layouts, spec, num_outputs, output_layouts, list(state), held)
+        return TracedFunction(gm, fakes, len(given), layouts, spec, num_outputs, output_layouts, list(state))
 
     return trace
-
-
-@contextmanager
-def _held_traced(state: dict[str, torch.Tensor], traced: dict[str, torch.Tensor], held: set[str]) -> Iterator[None]:
-    """Gives whoever holds a module's own tensor, as in a list of what is regularised, the one that is traced.
-
-    The tensors of ``state`` themselves are of another class in the block, which calls functions with those of
-    ``traced`` under the same names; ``held`` gets the names for which that happened.
-    """
-    names: dict[int, str] = {}
-    for name, tensor in state.items():
-        names.setdefault(id(tensor), name)
-    thread = threading.get_ident()
-
-    def traced_of(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or (name := names.get(id(value))) is None:
-            return value
-        held.add(name)
-        return traced[name]
-
-    def call(_: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        given: Any = (args, kwargs or {})
-        if threading.get_ident() == thread:
-            given = tree_map(traced_of, given)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*given[0], **given[1])
-
-    members = {"__slots__": (), "__torch_function__": classmethod(call)}
-    kinds: tuple[type[torch.Tensor], ...] = (torch.Tensor, nn.Parameter)
-    classes = {kind: new_class(kind.__name__, (kind,), exec_body=lambda body: body.update(members)) for kind in kinds}
-    changed = [(tensor, type(tensor)) for tensor in state.values() if type(tensor) in classes]
-    try:
-        for tensor, kind in changed:
-            tensor.__class__ = classes[kind]
-        yield
-    finally:
-        for tensor, kind in changed:
-            tensor.__class__ = kind
 
 
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor, name: str) -> torch.Tensor:

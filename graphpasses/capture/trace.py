@@ -17,6 +17,7 @@ from graphpasses._torch.dynamo import compiled_calls_raise
 from graphpasses._torch.fake_mode import strides_of_kernels
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_tracing import communication_traced, other_models_refused
+from graphpasses._torch.held_tensors import held_traced
 from graphpasses._torch.in_place_collectives import collectives_with_waits
 from graphpasses._torch.module_answers import answers_as_in_eager, mark_parameters
 from graphpasses._torch.operator_calls import OperatorCalls
@@ -49,6 +50,7 @@ class Trace:
     random_calls: RandomCalls  # what ``loss_fn`` did with random numbers beside drawing torch's
     calls: list[Operator]  # the operators that were called, in order, if they were recorded
     marks: Marks  # where FSDP2 may keep gradients unreduced: the last outputs of the traced function
+    held: Collection[str]  # FQNs of what the user's code also read by references beside the model
 
 
 def trace_step(
@@ -67,7 +69,9 @@ def trace_step(
     vary.
     """
     identity = IdentityMap.of(model)
-    own = {fqn: vars(tensor) for fqn, tensor in named_state(model)}
+    state = dict(named_state(model))
+    own = {fqn: vars(tensor) for fqn, tensor in state.items()}
+    held: set[str] = set()
     records: list[OperatorCalls] = []
     marks = Marks()
     random_calls, reads = RandomCalls(), Reads(model, loss_fn)
@@ -94,6 +98,7 @@ def trace_step(
             refusals.other_memory_refused(model),
             refusals.gradients_refused(model),
             communication_traced(model) as reductions,
+            held_traced(state, dict(named_state(model)), held),
         ):
             with (
                 _autocast_refused(),
@@ -143,7 +148,7 @@ def trace_step(
     finally:
         for record in reversed(records):
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
-    return Trace(traced, reads, decisions.guards, random_calls, records[0].calls, marks)
+    return Trace(traced, reads, decisions.guards, random_calls, records[0].calls, marks, held)
 
 
 def _trace_until_settled(reads: Reads, trace: Callable[[], TracedFunction]) -> TracedFunction:

@@ -169,7 +169,7 @@ def _capture(
         trace.marks,
         varying=varying,
         guards=trace.guards,
-        snapshot=Snapshot.of(model, trace.reads.attributes, trace.reads.names, trace.result.held),
+        snapshot=Snapshot.of(model, trace.reads.attributes, trace.reads.names, trace.held),
         checker=partial(check_on_batch, loss_fn),
     )
     # Refuse
