@@ -52,6 +52,7 @@ class Trace:
     calls: list[Operator]  # the operators that were called, in order, if they were recorded
     marks: Marks  # where FSDP2 may keep gradients unreduced: the last outputs of the traced function
     held: Collection[str]  # FQNs of what the user's code also read by references beside the model
+    kept: Collection[str]  # FQNs of attributes in which forward leaves tensors that no later step reads
 
 
 def trace_step(
@@ -73,6 +74,7 @@ def trace_step(
     state = dict(named_state(model))
     own = {fqn: vars(tensor) for fqn, tensor in state.items()}
     held: set[str] = set()
+    kept: set[str] = set()
     records: list[OperatorCalls] = []
     marks = Marks()
     random_calls, reads = RandomCalls(), Reads(model, loss_fn)
@@ -104,7 +106,7 @@ def trace_step(
         ):
             with (
                 _autocast_refused(),
-                refusals.kept_tensors_refused(model),
+                refusals.kept_tensors_refused(model, reads) as left,
                 other_models_refused(model),
                 compiled_calls_raise(),
                 _module_names_traced(model),
@@ -113,6 +115,7 @@ def trace_step(
                 record,
             ):
                 loss = loss_fn(first_model(model), *structure.build(args))
+            kept.update(left)
             if [fqn for fqn, _ in named_state(model)] != [*own]:
                 raise CaptureError("the model's parameters, buffers or ties changed while loss_fn ran")
             for fqn, parameter in named.items():
@@ -150,7 +153,7 @@ def trace_step(
     finally:
         for record in reversed(records):
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
-    return Trace(traced, reads, decisions.guards, random_calls, records[0].calls, marks, held)
+    return Trace(traced, reads, decisions.guards, random_calls, records[0].calls, marks, held, kept)
 
 
 def _trace_until_settled(reads: Reads, trace: Callable[[], TracedFunction]) -> TracedFunction:
