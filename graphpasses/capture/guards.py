@@ -317,11 +317,14 @@ _COMPARISONS = {getattr(aten, name).Scalar: getattr(operator, name) for name in 
 
 
 def certain_value(node: fx.Node) -> bool | None:
-    """Returns what a node that reads a number from a tensor computes, if it is a bool that no draw changes, or None.
+    """Returns what a node that reads a number from a tensor computes, if it is a bool that nothing changes, or None.
 
-    Layers that are dropped at random ask ``torch.rand([]) < self.layerdrop``, also where none is ever dropped.
+    What is asserted is true. Layers that are dropped at random ask ``torch.rand([]) < self.layerdrop``, also where
+    none is ever dropped: no draw changes the answer.
     """
     compared = node.args[0]
+    if isinstance(compared, fx.Node) and any(user.target is aten._assert_async.msg for user in compared.users):
+        return True
     if not isinstance(compared, fx.Node) or compared.target not in _COMPARISONS:
         return None
     drawn, bound = compared.args

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from graphpasses._torch.distributions import checks_asserted
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_accumulation import pending_gradients
@@ -82,7 +83,7 @@ def check_step(
 
     def eager(record: AbstractContextManager[Any]) -> torch.Tensor:
         values = step.batch_structure.fresh(batch)
-        with record:
+        with record, checks_asserted():
             loss = loss_fn(first_model(model), *values)
             loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]
         return loss.detach()

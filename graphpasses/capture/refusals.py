@@ -21,6 +21,7 @@ from graphpasses.capture.guards import line_of, user_line
 from graphpasses.errors import CaptureError, GraphPassesError
 from graphpasses.identity import walk_modules
 from graphpasses.state.model import check_gradient_hooks
+from graphpasses.state.reads import Reads
 
 
 def refuse_model(model: nn.Module) -> None:
@@ -93,6 +94,11 @@ _REFUSED_TRACES = {
         "loss_fn gives a tensor for a size at {line}, and none has a value while a step is traced; write "
         "tensor.item(). Modules of torch do so for a PackedSequence: give them padded tensors"
     ),
+    # As Tensor.numpy says of a tensor that is traced.
+    ".numpy() is not supported": (
+        "loss_fn reads a tensor's values at {line} by NumPy, and there are none while a step is traced. Compute with "
+        "torch instead, or outside, and give the result in the batch"
+    ),
     # As torch.utils.checkpoint says.
     "incompatible with .grad()": (
         "loss_fn checkpoints with use_reentrant=True, whose backward cannot be captured; checkpoint with "
@@ -119,11 +125,14 @@ def torchs_errors_named() -> Iterator[None]:
 
 
 @contextmanager
-def kept_tensors_refused(model: nn.Module) -> Iterator[None]:
-    """Raises if the block, which runs forward, replaces a parameter or buffer, or keeps a tensor in an attribute."""
+def kept_tensors_refused(model: nn.Module, reads: Reads) -> Iterator[set[str]]:
+    """Raises if the block, which runs forward, replaces a parameter or buffer, or keeps a tensor in an attribute that
+    it read before; yields a set for the names of attributes that it set first, and that hold tensors.
+    """
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    known = {id(tensor) for _, tensor in _attributes(model)}
-    yield
+    known = {id(tensor) for _, _, _, tensor in _attributes(model)}
+    kept: set[str] = set()
+    yield kept
     known |= {id(each) for each in (*model.parameters(), *model.buffers())}  # an RNN's list of its weights
     for fqn, buffer in model.named_buffers(remove_duplicate=False):
         if buffer is not buffers.get(fqn, buffer):
@@ -131,12 +140,15 @@ def kept_tensors_refused(model: nn.Module) -> Iterator[None]:
                 f"forward replaces buffer {fqn!r}, and a captured step would not: each call would read the old one. "
                 "Write it in place, e.g. with buffer.copy_(...)"
             )
-    for fqn, tensor in _attributes(model):
-        if id(tensor) not in known:
+    for module, name, path, tensor in _attributes(model):
+        if id(tensor) in known:
+            continue
+        if not reads.is_set_first(module, name):
             raise CaptureError(
-                f"forward keeps a tensor in the attribute {fqn!r}, and a captured step would not: what reads it "
-                "later would find an old one. Compute it in forward, or register it as a buffer and write it in place"
+                f"forward keeps a tensor in the attribute {path!r}, which it has read before, and a captured step "
+                "would not: it would read the old one again. Register it as a buffer and write it in place"
             )
+        kept.add(path)
 
 
 @contextmanager
@@ -248,14 +260,14 @@ WRITE_IN_PLACE = (
 )
 
 
-def _attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors in modules' own attributes, also in lists, tuples and dicts, with the attribute's FQN."""
+def _attributes(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, torch.Tensor]]:
+    """Yields the tensors in modules' own attributes, also in lists, tuples and dicts, with module, name and FQN."""
     for fqn, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in ("_parameters", "_buffers", "_modules"):
                 for leaf in _leaves(value):
                     if isinstance(leaf, torch.Tensor):
-                        yield f"{fqn}.{name}".lstrip("."), leaf
+                        yield module, name, f"{fqn}.{name}".lstrip("."), leaf
 
 
 def _leaves(value: Any) -> list[Any]:

@@ -75,8 +75,9 @@ def _outside_tensors(step: CapturedStep, _: RandomCalls) -> str | None:
     own = {each: fqn for fqn, tensor in named_state(step.model) for each in memories(tensor)}
     for fqn in [own[each] for value in outside for each in memories(value) if each in own]:
         return (
-            f"loss_fn reads {fqn!r} by a variable of its own, and a captured step would compute no gradient by it, "
-            "nor know when it changes. Read it from the model that loss_fn is given"
+            f"loss_fn reads memory of {fqn!r} by a tensor of its own, as a view, or a shard, that was made outside: "
+            "a captured step would compute no gradient by it, nor know when it changes. Make it in loss_fn, of the "
+            "parameters of the model that loss_fn is given"
         )
     for value in outside:
         if value.requires_grad:

@@ -13,10 +13,12 @@ from torch.distributed.tensor import DTensor
 from torch.fx.traceback import annotate
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from graphpasses._torch.distributions import checks_asserted
 from graphpasses._torch.dynamo import compiled_calls_raise
 from graphpasses._torch.fake_mode import strides_of_kernels
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_tracing import communication_traced, other_models_refused
+from graphpasses._torch.held_tensors import held_traced
 from graphpasses._torch.in_place_collectives import collectives_with_waits
 from graphpasses._torch.module_answers import answers_as_in_eager, mark_parameters
 from graphpasses._torch.operator_calls import OperatorCalls
@@ -49,6 +51,8 @@ class Trace:
     random_calls: RandomCalls  # what ``loss_fn`` did with random numbers beside drawing torch's
     calls: list[Operator]  # the operators that were called, in order, if they were recorded
     marks: Marks  # where FSDP2 may keep gradients unreduced: the last outputs of the traced function
+    held: Collection[str]  # FQNs of what the user's code also read by references beside the model
+    kept: Collection[str]  # FQNs of attributes in which forward leaves tensors that no later step reads
 
 
 def trace_step(
@@ -67,7 +71,10 @@ def trace_step(
     vary.
     """
     identity = IdentityMap.of(model)
-    own = {fqn: vars(tensor) for fqn, tensor in named_state(model)}
+    state = dict(named_state(model))
+    own = {fqn: vars(tensor) for fqn, tensor in state.items()}
+    held: set[str] = set()
+    kept: set[str] = set()
     records: list[OperatorCalls] = []
     marks = Marks()
     random_calls, reads = RandomCalls(), Reads(model, loss_fn)
@@ -90,14 +97,16 @@ def trace_step(
             random_state_traced(random_calls),
             answers_as_in_eager(),
             collectives_with_waits(),
+            checks_asserted(),
             decisions.watched(),
             refusals.other_memory_refused(model),
             refusals.gradients_refused(model),
             communication_traced(model) as reductions,
+            held_traced(state, dict(named_state(model)), held),
         ):
             with (
                 _autocast_refused(),
-                refusals.kept_tensors_refused(model),
+                refusals.kept_tensors_refused(model, reads) as left,
                 other_models_refused(model),
                 compiled_calls_raise(),
                 _module_names_traced(model),
@@ -106,6 +115,7 @@ def trace_step(
                 record,
             ):
                 loss = loss_fn(first_model(model), *structure.build(args))
+            kept.update(left)
             if [fqn for fqn, _ in named_state(model)] != [*own]:
                 raise CaptureError("the model's parameters, buffers or ties changed while loss_fn ran")
             for fqn, parameter in named.items():
@@ -143,7 +153,7 @@ def trace_step(
     finally:
         for record in reversed(records):
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
-    return Trace(traced, reads, decisions.guards, random_calls, records[0].calls, marks)
+    return Trace(traced, reads, decisions.guards, random_calls, records[0].calls, marks, held, kept)
 
 
 def _trace_until_settled(reads: Reads, trace: Callable[[], TracedFunction]) -> TracedFunction:
@@ -190,14 +200,14 @@ _CALLED_BACKWARD = (
 
 
 def _check_loss(loss: Any, trainable: list[str]) -> None:
-    """Raises unless ``loss_fn`` returned a floating-point scalar that depends on a parameter of ``trainable``."""
+    """Raises unless ``loss_fn`` returned one floating-point number that depends on a parameter of ``trainable``."""
     if not trainable:
         raise CaptureError("the model has no trainable parameter: nothing to differentiate")
     if not isinstance(loss, torch.Tensor):
         raise CaptureError(f"loss_fn returned a {type(loss).__name__}; {_advice(loss)}")
     if isinstance(loss, DTensor):
         raise CaptureError("loss_fn returned a DTensor; return this rank's loss, e.g. loss.to_local()")
-    if loss.dim() != 0 or not loss.is_floating_point():
+    if loss.numel() != 1 or not loss.is_floating_point():  # as `loss.backward()` has it, of any shape
         raise CaptureError(
             f"loss_fn must return a scalar floating-point tensor, it returned shape {list(loss.shape)}, "
             f"{loss.dtype}; reduce it, e.g. with .mean()"
@@ -216,7 +226,7 @@ def _advice(result: Any) -> str:
     items = dict(result) if isinstance(result, Mapping) else {}
     if isinstance(result, (list, tuple)):
         items = dict(enumerate(result))
-    losses = [key for key, item in items.items() if isinstance(item, torch.Tensor) and item.dim() == 0]
+    losses = [key for key, item in items.items() if isinstance(item, torch.Tensor) and item.numel() == 1]
     if "loss" in losses:
         losses = ["loss"]
     if losses:

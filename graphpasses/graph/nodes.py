@@ -134,11 +134,17 @@ def source_line(node: fx.Node) -> str:
     return "{}:{} in {}".format(*own[-1]) if own else ""
 
 
+def _value(node: fx.Node) -> Any:
+    value = node.meta["val"]
+    # The tracer gives a constant of a sparse layout no fake value.
+    return attribute(node) if value is None and node.op == "get_attr" else value
+
+
 def fake_value(node: fx.Node) -> Any:
     """Returns the fake result of a call node, computed from its inputs' ``meta["val"]``."""
     args: Any
     kwargs: Any
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), _value)
     assert callable(node.target)
     if node.target is operator.getitem and isinstance(args[0], (list, tuple)):
         return args[0][args[1]]

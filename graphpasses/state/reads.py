@@ -44,6 +44,7 @@ class Reads:
         self._watched: dict[int, Owner] = {}  # by id of the object whose attributes are watched
         self._own: dict[int, frozenset[str]] = {}  # the attributes that it had
         self._ignored: set[tuple[int, str]] = set()
+        self._set_first: set[tuple[int, str]] = set()  # of the model: what was set before it was read
         self._classes: set[type] = {nn.Module}
         self._codes: dict[int, tuple[CodeType, bool]] = {}  # that ran, and whether they are the user's
         self._nested: set[int] = set()  # the ids of code in these
@@ -87,6 +88,10 @@ class Reads:
             for owner in self.attributes:
                 if not isinstance(owner.value, nn.Module):
                     owner.restore()
+
+    def is_set_first(self, module: nn.Module, name: str) -> bool:
+        """Whether an attribute of the model was set before anything read it, so that no step reads the last one's."""
+        return (id(module), name) in self._set_first
 
     def running(self) -> AbstractContextManager[None]:
         """Asks which functions run, within :meth:`watched`: where a step runs, and not what traces it."""
@@ -187,6 +192,8 @@ class Reads:
         def set_(this: Any, name: str, value: Any) -> None:
             if id(this) in self._watched and name not in self._watched[id(this)].slots:
                 if id(this) in self._outside.of_model:
+                    if (id(this), name) not in self._ignored:
+                        self._set_first.add((id(this), name))
                     self._ignored.add((id(this), name))
                 elif not isinstance(inspect.getattr_static(type(this), name, None), property):
                     getattr(this, name, None)

@@ -1,4 +1,4 @@
-"""A comparison with a random number decides only where no number that can be drawn changes it."""
+"""What decides nothing: comparisons that no draw changes, and what is asserted, as torch.distributions has it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
+from torch.distributions import Normal
 
+from graphpasses.capture import capture_train_step
 from graphpasses.capture.guards import certain_value
+from graphpasses.errors import CaptureError
+from graphpasses.identity import same_bits
 
 aten = torch.ops.aten
 COMPARISONS = {
@@ -41,3 +45,31 @@ def test_near_misses() -> None:
     compared = graph.call_function(aten.lt.Scalar, (drawn, bound))
     assert certain_value(graph.call_function(aten._local_scalar_dense.default, (compared,))) is None
     assert certain_value(graph.call_function(aten._local_scalar_dense.default, (drawn,))) is None
+
+
+def policy_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """As PPO has it: a distribution whose parameters a model computes checks them, and what it is asked about."""
+    mean, deviation = model(x).unbind(1)
+    policy = Normal(mean, deviation.exp())
+    return -policy.log_prob(policy.sample() + 1).mean() - policy.entropy().mean()
+
+
+def test_distributions_check_what_parameters_compute() -> None:
+    torch.manual_seed(0)
+    model, eager, x = nn.Linear(4, 2), nn.Linear(4, 2), torch.randn(6, 4)
+    eager.load_state_dict(model.state_dict())
+    step = capture_train_step(policy_loss, model, x)
+    losses = []
+    for run in (lambda: step(x), lambda: policy_loss(eager, x), lambda: policy_loss(eager, 2 * x)):
+        torch.manual_seed(1)
+        losses.append(run())
+    losses[1].backward()
+    assert same_bits(losses[0], losses[1].detach())
+    assert not same_bits(losses[0], losses[2].detach())
+    assert torch.equal(step.model.weight.grad, eager.weight.grad)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="satisfy its constraints"):
+        step(torch.full_like(x, torch.nan))
+    with pytest.raises(ValueError, match="to satisfy the constraint"):
+        policy_loss(eager, torch.full_like(x, torch.nan))  # as ever, once the capture is over
+    with pytest.raises(CaptureError, match="depends on parameter"):
+        capture_train_step(lambda model, x: model(x).sum() if (model(x) < 9).all() else model(x).mean(), model, x)

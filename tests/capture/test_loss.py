@@ -1,9 +1,10 @@
-"""A ``loss_fn`` that returns more than its loss is told where the loss is."""
+"""What a ``loss_fn`` returns, and the model's tensors that it reads otherwise than from the model."""
 
 from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,14 @@ from torch import nn
 
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import CaptureError
+from graphpasses.identity import same_bits
 
 X = torch.ones(2, 4)
+
+
+def gradient(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 @dataclass
@@ -58,14 +65,71 @@ def test_results_that_hold_a_loss(wrap: Callable[..., Any], advice: str) -> None
     assert str(caught.value) == f"loss_fn returned {advice}"
 
 
-@pytest.mark.parametrize("hold", [lambda weight: weight, lambda weight: weight.detach()[:1]])
-def test_a_parameter_that_loss_fn_holds_itself(hold: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """The model is traced with others in the places of its parameters."""
+def of_one_number(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).sum() + torch.zeros(1)  # a regularisation that begins with torch.zeros(1)
+
+
+def test_a_loss_of_any_shape_with_one_number() -> None:
+    model, eager = nn.Linear(4, 2), nn.Linear(4, 2)
+    eager.load_state_dict(model.state_dict())
+    loss, expected = capture_train_step(of_one_number, model, X)(X), of_one_number(eager, X)
+    expected.backward()
+    assert torch.equal(loss, expected)
+    assert loss.shape == (1,)
+    assert same_bits(gradient(model.weight), gradient(eager.weight))
+    assert not same_bits(gradient(model.weight), 2 * gradient(eager.weight))
+
+
+class Regularised(nn.Module):
+    """Holds its parameters in a list, too, as DeepCTR's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.regularised = [(list(self.linear.parameters()), 0.1)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        penalty = sum(weight * each.square().sum() for of, weight in self.regularised for each in of)
+        return self.linear(x).sum() + penalty
+
+
+def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x)
+    return loss
+
+
+def test_parameters_that_a_list_holds() -> None:
+    model = Regularised()
+    eager = deepcopy(model)
+    step = capture_train_step(forward, model, X)
+    step(X)
+    assert type(model.linear.weight) is nn.Parameter
+    eager(X).backward()
+    assert same_bits(gradient(model.linear.weight), gradient(eager.linear.weight))
+    assert not same_bits(gradient(model.linear.weight), X.sum(0).expand(2, 4).clone())  # of the linear alone
+    with pytest.raises(
+        CaptureError, match=r"'linear\.weight' is this model's, and loss_fn also reads it by a variable"
+    ):
+        step.for_model(eager)
+    model.linear.weight = nn.Parameter(torch.zeros(2, 4))
+    with pytest.raises(CaptureError, match=r"'linear\.weight' was replaced since the step was captured, and loss_fn"):
+        step(X)
+
+
+def test_a_parameter_that_loss_fn_holds_itself() -> None:
     model = nn.Linear(4, 2)
-    weight = hold(model.weight)
+    weight = model.weight
+    capture_train_step(lambda model, x: model(x).sum() + weight.square().sum(), model, X)(X)
+    assert same_bits(gradient(weight), (X.sum(0).expand(2, 4) + 2 * weight).detach())
+
+
+def test_a_view_of_a_parameter_that_loss_fn_holds_itself() -> None:
+    model = nn.Linear(4, 2)
+    weight = model.weight.detach()[:1]
     with pytest.raises(CaptureError) as caught:
         capture_train_step(lambda model, x: model(x).sum() + weight.square().sum(), model, X)
     assert str(caught.value) == (
-        "loss_fn reads 'weight' by a variable of its own, and a captured step would compute no gradient by it, nor "
-        "know when it changes. Read it from the model that loss_fn is given"
+        "loss_fn reads memory of 'weight' by a tensor of its own, as a view, or a shard, that was made outside: a "
+        "captured step would compute no gradient by it, nor know when it changes. Make it in loss_fn, of the "
+        "parameters of the model that loss_fn is given"
     )

@@ -61,19 +61,42 @@ def lookup_by_steps(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+def begun_by_pipeline(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes what a pipeline put in the place of a module's forward run eagerly: its input dist runs already."""
+    reason = (
+        "TorchRec's pipeline has begun this module's input dist, so it runs eagerly: give the pipeline what "
+        "torch.compile(model) returns, not a model compiled in place, to have it in the graph"
+    )
+    eagerly = _eagerly(_waiting(original), reason)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (eagerly if torch.compiler.is_dynamo_compiling() else original)(self, *args, **kwargs)
+
+    call.__name__ = original.__name__
+    return call
+
+
 def _inherited_forward(*, is_waited: bool = False) -> Callable[..., Any]:
-    """Returns the forward of sharded modules; one that waits, since no graph can wait for what was sent eagerly."""
-    from torchrec.distributed.types import LazyNoWait, ShardedModule
+    """Returns the forward of sharded modules, or one that waits."""
+    from torchrec.distributed.types import ShardedModule
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = ShardedModule.forward(self, *args, **kwargs)
-        if not is_waited:
-            return outputs
+        return ShardedModule.forward(self, *args, **kwargs)
+
+    return _waiting(forward) if is_waited else forward
+
+
+def _waiting(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a forward that waits for its outputs, since no graph can wait for what was sent eagerly."""
+    from torchrec.distributed.types import LazyNoWait
+
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        outputs = forward(*args, **kwargs)
         if isinstance(outputs, tuple):
             return tuple(LazyNoWait(output.wait()) for output in outputs)
         return LazyNoWait(outputs.wait())
 
-    return forward
+    return wait
 
 
 def _eagerly(function: Callable[..., Any], reason: str) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpasses.embedding.torchrec.eager_parts import (
+    begun_by_pipeline,
     embeddings_by_steps,
     graphpasses_decides_by_steps,
     lookup_by_steps,
@@ -303,6 +304,10 @@ TORCHREC_PATCHES = PatchSet(
     Patch(f"{_DIST}.comm_ops:AllToAllSingle", all_to_all_single),
     Patch(f"{_DIST}.comm_ops:reduce_scatter_v_sync", reduce_as_eager),
     *TRACED_DISTS,
+    *(
+        Patch(f"{_DIST}.train_pipeline.runtime_forwards:{name}.__call__", begun_by_pipeline)
+        for name in ("PipelinedForward", "EmbeddingPipelinedForward", "PrefetchPipelinedForward")
+    ),
     *(
         Patch(f"{_DIST}.{module}.{name}", wrap)
         for module in ("embeddingbag:ShardedEmbeddingBagCollection", "embedding:ShardedEmbeddingCollection")

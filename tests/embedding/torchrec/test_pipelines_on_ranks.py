@@ -77,7 +77,21 @@ def checks() -> dict[str, Any]:
         with pytest.raises(UnsupportedError) as caught:
             train(name, model, compiled)
         facts[name] = str(caught.value)
-    return facts | {"graphs": report.num_graphs}
+    facts["graphs"] = report.num_graphs
+    facts["in place"] = in_place(case)
+    return facts
+
+
+def in_place(case: Case) -> tuple[Any, ...]:
+    """Trains a model that was compiled in place, so that the pipeline begins its input dists."""
+    eager, model = case.sharded(), case.sharded()
+    start = state_of(eager)
+    report = gp.CompileReport()
+    model.compile(backend="graphpasses", options={"inner": "aot_eager", "report": report})
+    outputs = zip(*(train("TrainPipelineSparseDist", each, each) for each in (eager, model)), strict=True)
+    equal = all(torch.equal(*pair) for pair in outputs) and same(state_of(eager), state_of(model))
+    breaks = {reason.partition("reason: ")[2][:50] for reason in map(str, report.graph_breaks)}
+    return equal, same(start, state_of(eager)), breaks
 
 
 @pytest.mark.multiprocess
@@ -94,3 +108,4 @@ def test_pipelines() -> None:
         "DistributedModelParallel is compiled already, for the backend 'graphp"
     )
     assert facts["graphs"] == 1
+    assert facts["in place"] == (True, False, {"TorchRec's pipeline has begun this module's input "})
