@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from graphpasses._torch import pytree
 from graphpasses._torch.dynamo import COMPILED_CALL
 from graphpasses._torch.fake_mode import is_fake, watched_in_other_threads
 from graphpasses._torch.module_hooks import is_compiled
@@ -116,27 +115,6 @@ def torchs_errors_named() -> Iterator[None]:
             "a backward that calls backward again cannot be captured where torch moves it to another thread, as it "
             f"does from the sixtieth level on: {error}"
         ) from error
-
-
-@contextmanager
-def kept_tensors_refused(model: nn.Module) -> Iterator[None]:
-    """Raises if the block, which runs forward, replaces a parameter or buffer, or keeps a tensor in an attribute."""
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    known = {id(tensor) for _, tensor in _attributes(model)}
-    yield
-    known |= {id(each) for each in (*model.parameters(), *model.buffers())}  # an RNN's list of its weights
-    for fqn, buffer in model.named_buffers(remove_duplicate=False):
-        if buffer is not buffers.get(fqn, buffer):
-            raise CaptureError(
-                f"forward replaces buffer {fqn!r}, and a captured step would not: each call would read the old one. "
-                "Write it in place, e.g. with buffer.copy_(...)"
-            )
-    for fqn, tensor in _attributes(model):
-        if id(tensor) not in known:
-            raise CaptureError(
-                f"forward keeps a tensor in the attribute {fqn!r}, and a captured step would not: what reads it "
-                "later would find an old one. Compute it in forward, or register it as a buffer and write it in place"
-            )
 
 
 @contextmanager
@@ -246,24 +224,3 @@ WRITE_IN_PLACE = (
     ". A captured step would not follow: it would read and write the old memory. Write the tensor in place, e.g. "
     "with tensor.copy_(...) under torch.no_grad()"
 )
-
-
-def _attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors in modules' own attributes, also in lists, tuples and dicts, with the attribute's FQN."""
-    for fqn, module in model.named_modules():
-        for name, value in vars(module).items():
-            if name not in ("_parameters", "_buffers", "_modules"):
-                for leaf in _leaves(value):
-                    if isinstance(leaf, torch.Tensor):
-                        yield f"{fqn}.{name}".lstrip("."), leaf
-
-
-def _leaves(value: Any) -> list[Any]:
-    seen: dict[int, Any] = {}  # a list may hold itself
-
-    def is_leaf(each: Any) -> bool:
-        is_seen = id(each) in seen
-        seen[id(each)] = each
-        return is_seen
-
-    return pytree.tree_leaves(value, is_leaf=is_leaf)

@@ -14,9 +14,10 @@ from graphpasses.capture.guards import is_literal
 from graphpasses.capture.random_state import RandomCalls, find_random_fault
 from graphpasses.capture.refusals import OTHER_MEMORY, WRITE_IN_PLACE
 from graphpasses.errors import CaptureError
-from graphpasses.graph import CapturedStep
+from graphpasses.graph import CapturedStep, OutputKind
 from graphpasses.graph.nodes import memories, named_call
 from graphpasses.identity import named_state
+from graphpasses.state.left_tensors import held_tensors, read_before
 
 StepRule = Callable[[CapturedStep, RandomCalls], str | None]
 aten = torch.ops.aten
@@ -85,6 +86,11 @@ def _outside_tensors(step: CapturedStep, _: RandomCalls) -> str | None:
             f"loss_fn reads {fqn!r} by a variable of its own, and a captured step would compute no gradient by it, "
             "nor know when it changes. Read it from the model that loss_fn is given"
         )
+    left = {item.fqn for item in step.outputs if item.kind is OutputKind.LEFT}
+    read = {each for value in outside.values() for each in memories(value)}
+    for fqn, tensor in held_tensors(step.model).items():
+        if fqn in left and not read.isdisjoint(memories(tensor)):
+            return read_before(fqn)
     shapes = [f"shape {list(value.shape)}, {value.dtype}" for value in outside.values()]
     for shape, value in zip(shapes, outside.values(), strict=True):
         if value.requires_grad:

@@ -167,6 +167,7 @@ def _capture(
         structure,
         [*zip(structure.paths, fake_copies(leaves), strict=True)],
         trace.marks,
+        left=trace.left,
         varying=varying,
         guards=trace.guards,
         snapshot=Snapshot.of(model, trace.reads.attributes, trace.reads.names),

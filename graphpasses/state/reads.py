@@ -62,6 +62,10 @@ class Reads:
         """All else of which something was read: what functions have names for."""
         return self._outside.read(of_model=False)
 
+    def has_read(self, module: nn.Module, name: str) -> bool:
+        """Whether an attribute of a module of the model was read before it was set."""
+        return name in self._outside.owner(module).slots
+
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Watches what the block reads and sets, and puts it back, but for the model's own attributes; refuses
@@ -72,13 +76,19 @@ class Reads:
                 self._begin()
                 yield
             self._outside.finish()
-            found = next(filter(None, (owner.difference(strict=True) for owner in self.names)), None)
-            if found is not None:
-                raise CaptureError(
-                    f"{found.text()}: the code of the step changes it, and a captured step would not. Compute it "
-                    "from the loss that the step returns, or keep it in a buffer of the model that forward writes in "
-                    "place; if it is set at the first call only, run loss_fn once before the capture"
-                )
+            for owner in self.names:
+                if (found := owner.difference(strict=True)) is not None:
+                    is_module = isinstance(owner.value, nn.Module)
+                    instead = (
+                        f"name its module, a {type(owner.value).__name__}, in capture_train_step(..., others=(...,))"
+                        if is_module
+                        else "keep it in a buffer, or an attribute, of the model"
+                    )
+                    raise CaptureError(
+                        f"{found.text()}: the code of the step changes it, and a captured step would not. Compute it "
+                        f"from the loss that the step returns, or {instead}; if it is set at the first call only, "
+                        "run loss_fn once before the capture"
+                    )
         except Exception:
             for owner in self.names:
                 owner.restore()
