@@ -19,7 +19,7 @@ from torch._dynamo.source import LocalSource
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import proxy
+from torch.fx import _symbolic_trace, proxy
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic
@@ -91,6 +91,7 @@ def trace_with_torch(fn: Callable[..., Any], module: nn.Module | None = None) ->
             torch._dynamo.config.patch(error_on_nested_fx_trace=False),
             torch.autograd.set_multithreading_enabled(False),  # backward in this thread, where the tracing is
             frames_of_forward(),
+            functions_not_replaced(),
             _of_compiler("_non_strict_tracing_context", nullcontext),
             symbols_not_cached(mode.shape_env),  # type: ignore[arg-type]
         ):
@@ -245,4 +246,15 @@ _summary = functools.lru_cache(maxsize=4096)(traceback.FrameSummary)
 def frames_of_forward() -> Iterator[None]:
     """Lets tracers read the frames that they keep, and no others: a tenth of the time that a capture takes."""
     with mock.patch.object(proxy, "CapturedTraceback", _Frames):
+        yield
+
+
+@contextmanager
+def functions_not_replaced() -> Iterator[None]:
+    """Lets names stand for the functions that they stand for: a tracer gives those of ``torch.fx.wrap`` others."""
+    patch = mock.patch.object
+    with (
+        patch(_symbolic_trace, "_patch_wrapped_functions", lambda *_: None),
+        patch(_symbolic_trace, "_autowrap_check", lambda *_: None),
+    ):
         yield

@@ -31,6 +31,11 @@ def times_written(value: Any) -> int:
     return value._version if is_counted else 0
 
 
+def is_freed(tensor: Tensor) -> bool:
+    """Returns whether a tensor's elements lie in memory that was freed, as FSDP2 frees gathered parameters."""
+    return tensor.layout is torch.strided and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
 def is_movable(tensor: Tensor) -> bool:
     """Returns whether a tensor's memory is its storage's alone, and not NumPy's, a file's or other processes'."""
     storage = tensor.untyped_storage()

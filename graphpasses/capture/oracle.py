@@ -22,12 +22,13 @@ from graphpasses._torch.in_place_collectives import collectives_with_waits
 from graphpasses._torch.operator_calls import FORMULA, OperatorCalls
 from graphpasses._torch.operator_facts import TensorFacts, read_tensors
 from graphpasses._torch.recorded_operator import Operator
-from graphpasses._torch.storage import freed_memory_returned
+from graphpasses._torch.storage import freed_memory_returned, is_freed
 from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.several_models import first_model
 from graphpasses.identity import IdentityMap, named_state, same_bits
+from graphpasses.state.left_tensors import held_tensors
 from graphpasses.state.live_state import live_state_restored
 
 Results = dict[str, torch.Tensor | None]
@@ -117,7 +118,7 @@ def check_step(
             with agreed():
                 ours = run_step(model, lambda: step(*batch))
                 for name, value in theirs.items():
-                    other = ours[name]
+                    other = ours.get(name)
                     if value is not other and (value is None or other is None or not same_bits(value, other)):
                         raise FidelityError(f"the captured step computes another {name} than eager{_SAME_OPERATORS}")
     finally:
@@ -157,12 +158,18 @@ def run_step(model: nn.Module, run: Callable[[], torch.Tensor]) -> Results:
     ):
         for parameter in named.values():
             parameter.grad = None
+        held = held_tensors(model)
         loss = run()
+        buffers = {f"buffer {fqn!r}": each for fqn, each in model.named_buffers()}
+        left = {f"attribute {fqn!r}": each for fqn, each in held_tensors(model).items() if each is not held.get(fqn)}
+        if freed := next((name for name, each in left.items() if is_freed(each)), None):
+            raise CaptureError(f"forward keeps a view of a parameter in {freed}, which FSDP2 frees; keep a clone")
         return {
             "loss": loss,
             **{name: each.grad for name, each in named.items()},
             **{f"unreduced gradient of {place!r}": each for place, each in pending_gradients(model).items()},
-            **{f"buffer {fqn!r}": each for fqn, each in model.named_buffers()},
+            **buffers,
+            **left,
         }
 
 

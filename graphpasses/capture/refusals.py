@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from graphpasses._torch import pytree
 from graphpasses._torch.dynamo import COMPILED_CALL
 from graphpasses._torch.fake_mode import is_fake, watched_in_other_threads
 from graphpasses._torch.module_hooks import is_compiled
@@ -21,7 +20,6 @@ from graphpasses.capture.guards import line_of, user_line
 from graphpasses.errors import CaptureError, GraphPassesError
 from graphpasses.identity import walk_modules
 from graphpasses.state.model import check_gradient_hooks
-from graphpasses.state.reads import Reads
 
 
 def refuse_model(model: nn.Module) -> None:
@@ -122,33 +120,6 @@ def torchs_errors_named() -> Iterator[None]:
             "a backward that calls backward again cannot be captured where torch moves it to another thread, as it "
             f"does from the sixtieth level on: {error}"
         ) from error
-
-
-@contextmanager
-def kept_tensors_refused(model: nn.Module, reads: Reads) -> Iterator[set[str]]:
-    """Raises if the block, which runs forward, replaces a parameter or buffer, or keeps a tensor in an attribute that
-    it read before; yields a set for the names of attributes that it set first, and that hold tensors.
-    """
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    known = {id(tensor) for _, _, _, tensor in _attributes(model)}
-    kept: set[str] = set()
-    yield kept
-    known |= {id(each) for each in (*model.parameters(), *model.buffers())}  # an RNN's list of its weights
-    for fqn, buffer in model.named_buffers(remove_duplicate=False):
-        if buffer is not buffers.get(fqn, buffer):
-            raise CaptureError(
-                f"forward replaces buffer {fqn!r}, and a captured step would not: each call would read the old one. "
-                "Write it in place, e.g. with buffer.copy_(...)"
-            )
-    for module, name, path, tensor in _attributes(model):
-        if id(tensor) in known:
-            continue
-        if not reads.is_set_first(module, name):
-            raise CaptureError(
-                f"forward keeps a tensor in the attribute {path!r}, which it has read before, and a captured step "
-                "would not: it would read the old one again. Register it as a buffer and write it in place"
-            )
-        kept.add(path)
 
 
 @contextmanager
@@ -258,24 +229,3 @@ WRITE_IN_PLACE = (
     ". A captured step would not follow: it would read and write the old memory. Write the tensor in place, e.g. "
     "with tensor.copy_(...) under torch.no_grad()"
 )
-
-
-def _attributes(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, torch.Tensor]]:
-    """Yields the tensors in modules' own attributes, also in lists, tuples and dicts, with module, name and FQN."""
-    for fqn, module in model.named_modules():
-        for name, value in vars(module).items():
-            if name not in ("_parameters", "_buffers", "_modules"):
-                for leaf in _leaves(value):
-                    if isinstance(leaf, torch.Tensor):
-                        yield module, name, f"{fqn}.{name}".lstrip("."), leaf
-
-
-def _leaves(value: Any) -> list[Any]:
-    seen: dict[int, Any] = {}  # a list may hold itself
-
-    def is_leaf(each: Any) -> bool:
-        is_seen = id(each) in seen
-        seen[id(each)] = each
-        return is_seen
-
-    return pytree.tree_leaves(value, is_leaf=is_leaf)

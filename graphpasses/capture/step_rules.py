@@ -14,9 +14,10 @@ from graphpasses.capture.guards import is_literal
 from graphpasses.capture.random_state import RandomCalls, find_random_fault
 from graphpasses.capture.refusals import OTHER_MEMORY, WRITE_IN_PLACE
 from graphpasses.errors import CaptureError
-from graphpasses.graph import CapturedStep
+from graphpasses.graph import CapturedStep, OutputKind
 from graphpasses.graph.nodes import memories, named_call
 from graphpasses.identity import named_state
+from graphpasses.state.left_tensors import held_tensors, read_before
 
 StepRule = Callable[[CapturedStep, RandomCalls], str | None]
 aten = torch.ops.aten
@@ -79,6 +80,11 @@ def _outside_tensors(step: CapturedStep, _: RandomCalls) -> str | None:
             "a captured step would compute no gradient by it, nor know when it changes. Make it in loss_fn, of the "
             "parameters of the model that loss_fn is given"
         )
+    left = {item.fqn for item in step.outputs if item.kind is OutputKind.LEFT}
+    read = {each for value in outside for each in memories(value)}
+    for fqn, tensor in held_tensors(step.model).items():
+        if fqn in left and not read.isdisjoint(memories(tensor)):
+            return read_before(fqn)
     for value in outside:
         if value.requires_grad:
             return (

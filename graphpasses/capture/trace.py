@@ -37,6 +37,7 @@ from graphpasses.graph.guards import Guards
 from graphpasses.graph.several_models import first_model
 from graphpasses.identity import IdentityMap, named_state, same_bits
 from graphpasses.state.kept_tensors import caches_emptied_on_error
+from graphpasses.state.left_tensors import LeftTensors
 from graphpasses.state.live_state import live_state_restored
 from graphpasses.state.reads import Reads
 
@@ -50,9 +51,9 @@ class Trace:
     guards: Guards | None  # the values by which ``loss_fn`` decided
     random_calls: RandomCalls  # what ``loss_fn`` did with random numbers beside drawing torch's
     calls: list[Operator]  # the operators that were called, in order, if they were recorded
+    left: list[str]  # FQNs of the buffers and attributes in which it leaves tensors: outputs before the marks
     marks: Marks  # where FSDP2 may keep gradients unreduced: the last outputs of the traced function
     held: Collection[str]  # FQNs of what the user's code also read by references beside the model
-    kept: Collection[str]  # FQNs of attributes in which forward leaves tensors that no later step reads
 
 
 def trace_step(
@@ -66,16 +67,16 @@ def trace_step(
 ) -> Trace:
     """Traces forward, loss and backward on fake tensors, and leaves the model as it was.
 
-    The traced function returns the loss, and one gradient, or None, for each trainable name of a parameter. It
-    records the operators that are called if ``is_recorded``; ``varying`` are the dims of the batch whose sizes may
-    vary.
+    The traced function returns the loss, one gradient, or None, for each trainable name of a parameter, and what it
+    leaves in modules. It records the operators that are called if ``is_recorded``; ``varying`` are the dims of the
+    batch whose sizes may vary.
     """
     identity = IdentityMap.of(model)
     state = dict(named_state(model))
     own = {fqn: vars(tensor) for fqn, tensor in state.items()}
     held: set[str] = set()
-    kept: set[str] = set()
     records: list[OperatorCalls] = []
+    left_in: list[str] = []
     marks = Marks()
     random_calls, reads = RandomCalls(), Reads(model, loss_fn)
     decisions = Decisions(model, list(zip(structure.paths, leaves, strict=True)), varying)
@@ -90,6 +91,7 @@ def trace_step(
                 if name[0] != "_" and not hasattr(tensor, name):
                     setattr(tensor, name, value)
         mark_parameters(model)
+        left_tensors = LeftTensors(model)
         records.append(record := record_calls(model, identity, args, only_undo=not is_recorded))
         with (
             caches_emptied_on_error(),
@@ -106,7 +108,6 @@ def trace_step(
         ):
             with (
                 _autocast_refused(),
-                refusals.kept_tensors_refused(model, reads) as left,
                 other_models_refused(model),
                 compiled_calls_raise(),
                 _module_names_traced(model),
@@ -115,9 +116,11 @@ def trace_step(
                 record,
             ):
                 loss = loss_fn(first_model(model), *structure.build(args))
-            kept.update(left)
-            if [fqn for fqn, _ in named_state(model)] != [*own]:
-                raise CaptureError("the model's parameters, buffers or ties changed while loss_fn ran")
+            if different := {fqn for fqn, _ in named_state(model)} ^ own.keys():
+                raise CaptureError(
+                    f"loss_fn makes or removes {min(different)!r}, a parameter or buffer, and a captured step would "
+                    "not. If it does so at the first call only, run loss_fn once before the capture"
+                )
             for fqn, parameter in named.items():
                 if not parameter.requires_grad:
                     raise CaptureError(f"loss_fn sets requires_grad of {fqn!r}; set it before the capture")
@@ -137,7 +140,10 @@ def trace_step(
                     found = torch.autograd.grad(loss, parameters, allow_unused=True)
                     gradients = dict(zip(parameters, found, strict=True))
         marked = marks.of(named, reductions.unreduced, reductions.late, reductions.partly_reduced)
-        return [loss, *(gradients.pop(parameter, None) for parameter in named.values()), *marked]
+        left = left_tensors.find(reads.has_read)
+        left_in[:] = left
+        each_gradient = [gradients.pop(parameter, None) for parameter in named.values()]
+        return [loss, *each_gradient, *(tensor.detach() for tensor in left.values()), *marked]
 
     try:
         with (
@@ -153,7 +159,7 @@ def trace_step(
     finally:
         for record in reversed(records):
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
-    return Trace(traced, reads, decisions.guards, random_calls, records[0].calls, marks, held, kept)
+    return Trace(traced, reads, decisions.guards, random_calls, records[0].calls, left_in, marks, held)
 
 
 def _trace_until_settled(reads: Reads, trace: Callable[[], TracedFunction]) -> TracedFunction:

@@ -81,11 +81,13 @@ def read_step(
     batch_structure: BatchStructure,
     batch_leaves: Sequence[tuple[str, Any]],
     marks: Marks | None = None,
+    left: Sequence[str] = (),
     **fields: Any,
 ) -> CapturedStep:
     """Makes a step of a trace; ``batch_leaves`` are paths and fake tensors or values, ``fields`` of the step.
 
-    ``marks`` are the last values that the traced function returns: where it may be cut.
+    ``marks`` are the last values that the traced function returns: where it may be cut; before them come tensors that
+    it leaves in modules, under the FQNs ``left``.
     """
     _make_views(traced.gm)
     give_eagers_formulas(traced.gm)
@@ -98,7 +100,7 @@ def read_step(
     inputs = _inputs(traced, model, kinds)
     trainable = [fqn for fqn in traced.state_fqns if fqn in parameters and parameters[fqn].requires_grad]
     cuts = None if marks is None else _take_marks(traced.gm, marks)
-    num_returned = traced.num_flat_outputs - (0 if marks is None else len(marks.names))
+    num_returned = traced.num_flat_outputs - (0 if marks is None else len(marks.names)) - len(left)
     if num_returned == 1 + len(unique := dict.fromkeys(map(identity.canonical, trainable))):
         trainable = list(unique)  # asked by model.parameters(), where ties still hold
     if num_returned != 1 + len(trainable):
@@ -109,6 +111,7 @@ def read_step(
     loss_attrs = inner_attrs(traced.output_subclass_layouts.get(0), "the loss")
     outputs = [GraphOutput(OutputKind.LOSS, attr=attr) for attr in loss_attrs]
     outputs += _gradients(traced, [(fqn, parameters[fqn]) for fqn in trainable], first=1)
+    outputs += [GraphOutput(OutputKind.LEFT, fqn) for fqn in left]
 
     described = _described(traced.gm, model, identity, inputs, outputs)
     placeholders = traced.gm.graph.find_nodes(op="placeholder")

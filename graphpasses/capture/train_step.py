@@ -167,9 +167,10 @@ def _capture(
         structure,
         [*zip(structure.paths, fake_copies(leaves), strict=True)],
         trace.marks,
+        left=trace.left,
         varying=varying,
         guards=trace.guards,
-        snapshot=Snapshot.of(model, trace.reads.attributes, trace.reads.names, trace.held, trace.kept),
+        snapshot=Snapshot.of(model, trace.reads.attributes, trace.reads.names, trace.held),
         checker=partial(check_on_batch, loss_fn),
     )
     # Refuse
@@ -181,9 +182,6 @@ def _capture(
         step.note(note)
     if clip_norm is not None and any(own_reduction(group) is not None for group in groups):
         step.note(CLIP_NOTE)
-    if trace.kept:
-        names = [*map(repr, sorted(trace.kept)[:3]), *["…"] * (len(trace.kept) > 3)]
-        step.note(f"forward keeps tensors in {', '.join(names)}: the step does not, and tells so who reads them")
     source = find_update(step, optimizers, clip_norm)
     if source is not None:
         stage("traces the optimizer's step")

@@ -40,9 +40,11 @@ def check_leaves(leaves: Sequence[Any], captured_leaves: Sequence[tuple[str, Any
         if not same:
             # Strides are shown where nothing else differs.
             strides = _describe(leaf, varying=dims) == _describe(captured, varying=dims)
+            is_number = type(leaf) is type(captured) and type(leaf) in (int, float)
+            instead = "give a number that varies in a tensor" if is_number else "pad the batch"
             raise BatchMismatchError(
                 f"{path} differs from the captured batch: expected {_describe(captured, strides, dims)}, "
-                f"got {_describe(leaf, strides)}. Capture a step for it, or pad the batch"
+                f"got {_describe(leaf, strides)}. Capture a step for it, or {instead}"
             )
 
 

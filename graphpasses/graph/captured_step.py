@@ -31,6 +31,7 @@ from graphpasses.graph.rank_consensus import FailedRanks, RankConsensus
 from graphpasses.graph.recapture import GuardedCache, Recapture
 from graphpasses.graph.train_graph import GraphInput, InputKind, OutputKind, TrainGraph
 from graphpasses.graph.update import Update
+from graphpasses.state.left_tensors import leave_tensor
 from graphpasses.state.snapshot import Snapshot, check_unsharded
 
 
@@ -367,6 +368,10 @@ class CapturedStep(TrainGraph):
         )
 
     @cached_property
+    def _left(self) -> list[tuple[int, str]]:
+        return [(index, item.fqn) for index, item in enumerate(self.outputs) if item.kind is OutputKind.LEFT]
+
+    @cached_property
     def _call(self) -> Callable[..., Any]:
         module = self.module if self.update is None else self._updating_module()
         return quick_call(module if self.runs_as is None else self.runs_as(module))
@@ -382,6 +387,8 @@ class CapturedStep(TrainGraph):
         return lazy_module(self.module, graph)
 
     def _accumulate(self, flat: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        for index, fqn in self._left:
+            leave_tensor(self.model, fqn, flat[index])
         for index, place, is_shared in self._gradient_slots:
             gradient = flat[index]
             if isinstance(place, str):

@@ -42,6 +42,7 @@ class OutputKind(enum.Enum):
 
     LOSS = "loss"
     GRADIENT = "gradient"
+    LEFT = "left tensor"  # what a step leaves in a module: a buffer that forward replaces, an attribute that it sets
     VALUE = "value"  # anything else: what the model returns, what backward needs
 
 
@@ -82,7 +83,7 @@ class GraphInput:
 
 @dataclass(frozen=True)
 class GraphOutput:
-    """What one flat output carries: the loss, the gradient of ``fqn``, or another value."""
+    """What one flat output carries: the loss, the gradient of ``fqn``, what is left in ``fqn``, or another value."""
 
     kind: OutputKind
     fqn: str = ""  # FQN of the parameter whose gradient it is, as the tracer saw it; empty for the loss

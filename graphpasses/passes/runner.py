@@ -17,6 +17,7 @@ from typing import ClassVar, TypeVar
 
 from torch import fx
 
+from graphpasses._torch.fsdp2_accumulation import accumulation_set_aside
 from graphpasses.errors import GraphPassesError, PipelineError, ProofError, UnknownPassError
 from graphpasses.fsdp.traffic import graph_traffic, has_fixed_sizes
 from graphpasses.gc_pause import paused_gc
@@ -209,7 +210,7 @@ class Pipeline:
             GraphPassesError: what the passes themselves refuse.
         """
         notes = tuple(graph.notes) if graph.report is None else graph.report.notes
-        with stages_shown():
+        with accumulation_set_aside(graph.model), stages_shown():  # passes ask how FSDP2 reduces
             with paused_gc():
                 rewritten = graph.copy()
                 folder = Path(dump) if dump is not None else None

@@ -152,7 +152,9 @@ def _facts(modules: Iterable[nn.Module]) -> list[tuple[Any, ...]]:
     facts: list[tuple[Any, ...]] = []
     for module in modules:
         state = vars(module)
-        names = (*state["_parameters"], *state["_buffers"], *state["_modules"])
+        # A module that was set and taken out again (a cache) leaves a name: whoever reads it finds None, as before.
+        children = (name for name, module in state["_modules"].items() if module is not None)
+        names = (*state["_parameters"], *state["_buffers"], *children)
         facts.append((type(module), state["training"], state.get("forward"), hook_ids(module), names))
     return facts
 

@@ -44,7 +44,6 @@ class Reads:
         self._watched: dict[int, Owner] = {}  # by id of the object whose attributes are watched
         self._own: dict[int, frozenset[str]] = {}  # the attributes that it had
         self._ignored: set[tuple[int, str]] = set()
-        self._set_first: set[tuple[int, str]] = set()  # of the model: what was set before it was read
         self._classes: set[type] = {nn.Module}
         self._codes: dict[int, tuple[CodeType, bool]] = {}  # that ran, and whether they are the user's
         self._nested: set[int] = set()  # the ids of code in these
@@ -63,6 +62,10 @@ class Reads:
         """All else of which something was read: what functions have names for."""
         return self._outside.read(of_model=False)
 
+    def has_read(self, module: nn.Module, name: str) -> bool:
+        """Whether an attribute of a module of the model was read before it was set."""
+        return name in self._outside.owner(module).slots
+
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Watches what the block reads and sets, and puts it back, but for the model's own attributes; refuses
@@ -73,13 +76,19 @@ class Reads:
                 self._begin()
                 yield
             self._outside.finish()
-            found = next(filter(None, (owner.difference(strict=True) for owner in self.names)), None)
-            if found is not None:
-                raise CaptureError(
-                    f"{found.text()}: the code of the step changes it, and a captured step would not. Compute it "
-                    "from the loss that the step returns, or keep it in a buffer of the model that forward writes in "
-                    "place; if it is set at the first call only, run loss_fn once before the capture"
-                )
+            for owner in self.names:
+                if (found := owner.difference(strict=True)) is not None:
+                    is_module = isinstance(owner.value, nn.Module)
+                    instead = (
+                        f"name its module, a {type(owner.value).__name__}, in capture_train_step(..., others=(...,))"
+                        if is_module
+                        else "keep it in a buffer, or an attribute, of the model"
+                    )
+                    raise CaptureError(
+                        f"{found.text()}: the code of the step changes it, and a captured step would not. Compute it "
+                        f"from the loss that the step returns, or {instead}; if it is set at the first call only, "
+                        "run loss_fn once before the capture"
+                    )
         except Exception:
             for owner in self.names:
                 owner.restore()
@@ -88,10 +97,6 @@ class Reads:
             for owner in self.attributes:
                 if not isinstance(owner.value, nn.Module):
                     owner.restore()
-
-    def is_set_first(self, module: nn.Module, name: str) -> bool:
-        """Whether an attribute of the model was set before anything read it, so that no step reads the last one's."""
-        return (id(module), name) in self._set_first
 
     def running(self) -> AbstractContextManager[None]:
         """Asks which functions run, within :meth:`watched`: where a step runs, and not what traces it."""
@@ -192,8 +197,6 @@ class Reads:
         def set_(this: Any, name: str, value: Any) -> None:
             if id(this) in self._watched and name not in self._watched[id(this)].slots:
                 if id(this) in self._outside.of_model:
-                    if (id(this), name) not in self._ignored:
-                        self._set_first.add((id(this), name))
                     self._ignored.add((id(this), name))
                 elif not isinstance(inspect.getattr_static(type(this), name, None), property):
                     getattr(this, name, None)

@@ -15,11 +15,10 @@ from graphpasses._torch.fsdp2 import SETTINGS, find_outdated, fsdp_groups, group
 from graphpasses._torch.module_hooks import global_hook_ids
 from graphpasses._torch.surroundings import function_modes, saved_tensor_hooks
 from graphpasses.errors import CaptureError
-from graphpasses.identity import named_state, walk_modules
+from graphpasses.identity import named_state
 from graphpasses.state.hyperparameters import TensorFacts
 from graphpasses.state.model import ModelStructure
 from graphpasses.state.slots import AGAIN, Asked, Owner
-from graphpasses.state.uncomputed import Uncomputed
 from graphpasses.state.unwritten import Unwritten
 
 _SINCE = " when the step was captured"
@@ -42,8 +41,6 @@ class Snapshot:
     tensors: tuple[Owner, ...] = ()  # shapes and the like of tensors from outside, which the graph keeps
     # Of the model's own tensors, by FQN: those that the step's code also reads by variables of its own.
     held: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    # Attributes in which forward leaves tensors, and the step none: the module's number, its name, its FQN.
-    kept: tuple[tuple[int, str, str], ...] = ()
     _seen: Unwritten | None = field(default=None, init=False)  # as an earlier check found the model
     _num_written: int = field(default=0, init=False)  # in how many checks in a row it was written
 
@@ -54,14 +51,11 @@ class Snapshot:
         attributes: Sequence[Owner] = (),
         names: Sequence[Owner] = (),
         held: Iterable[str] = (),
-        kept: Iterable[str] = (),
     ) -> Snapshot:
         """Reads a model's structure and the settings; attributes and names were read before."""
         structure, tensors = ModelStructure.of(model), dict(named_state(model))
         of_held = {fqn: tensors[fqn] for fqn in held}
-        numbers = {fqn: structure.modules.index(module) for fqn, module in walk_modules(model)} if kept else {}
-        places = tuple((numbers[path.rpartition(".")[0]], path.rpartition(".")[2], path) for path in kept)
-        return cls(structure, settings_of(model), tuple(attributes), tuple(names), held=of_held, kept=places)
+        return cls(structure, settings_of(model), tuple(attributes), tuple(names), held=of_held)
 
     def with_tensors(self, tensors: Iterable[torch.Tensor]) -> Snapshot:
         """Returns it with what the graph has built in of tensors from outside, which it keeps."""
@@ -76,7 +70,6 @@ class Snapshot:
             is_due = self._num_written.bit_count() == 1
             seen, self._seen = Unwritten.of(model, self.attributes) if is_due else None, None
             tensors = self.structure.check(model)
-            self._drop_kept(model)
             for fqn, tensor in self.structure.named(tensors, self.held).items():
                 if tensor is not self.held[fqn]:
                     raise CaptureError(f"{fqn!r} was replaced since the step was captured, and {_HELD}; {AGAIN}")
@@ -105,16 +98,7 @@ class Snapshot:
                 other = others[id(owner.value)]
                 _refuse([owner], now=other, alike=True)
                 owner.of(other, known)
-        attributes = tuple(known.values())
-        return Snapshot(structure, settings_of(model), attributes, self.names, self.tensors, kept=self.kept)
-
-    def _drop_kept(self, model: nn.Module) -> None:
-        """Puts in the place of what eager keeps in attributes what says that the step does not."""
-        modules = [*model.modules()] if self.kept else []
-        for number, name, path in self.kept:
-            attributes = vars(modules[number])
-            if not isinstance(attributes.get(name), Uncomputed):
-                attributes[name] = Uncomputed(path)
+        return Snapshot(structure, settings_of(model), tuple(known.values()), self.names, self.tensors)
 
 
 def _refuse(owners: Iterable[Owner], advice: str = AGAIN, **options: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -25,6 +27,14 @@ class Twice(nn.Module):
 
 def helper(x: torch.Tensor) -> torch.Tensor:
     return x.sin()
+
+
+@torch.fx.wrap
+def wrapped(x: torch.Tensor) -> torch.Tensor:
+    return x.cos() if wrapped is WRAPPED and math.sqrt is SQRT else x.sin()
+
+
+WRAPPED, SQRT = wrapped, math.sqrt
 
 
 def lines(model: nn.Module) -> list[str | None]:
@@ -65,3 +75,16 @@ def test_a_trace_does_not_meet_the_numbers_of_another(monkeypatch: pytest.Monkey
                 check=False,
             )
     assert all(compared)
+
+
+def test_functions_of_fx_wrap_are_what_they_are_in_eager() -> None:
+    """A tracer of fx gives their names others while it traces."""
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return wrapped(model(x)).sum()
+
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    assert torch.equal(capture_train_step(loss_fn, model, x)(x), model(x).cos().sum())
+    seen = []
+    make_fx(lambda x: seen.append(wrapped is WRAPPED) or x)(x)
+    assert seen == [False]

@@ -177,7 +177,7 @@ def test_device(step: TrainGraph) -> None:
 
 def test_plain_values(step: TrainGraph) -> None:
     for values, leaf, expected, got in (
-        ({"scale": 0.25}, "scale", "0.5", "0.25"),
+        ({"scale": "0.25"}, "scale", "0.5", "'0.25'"),
         ({"squared": False}, "squared", "True", "False"),
         ({"squared": 1}, "squared", "True", "1"),
         ({"scale": torch.tensor(0.5)}, "scale", "0.5", "shape [], torch.float32, on cpu"),

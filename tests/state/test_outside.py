@@ -198,8 +198,8 @@ def test_a_history_of_losses(number: bool) -> None:
         capture_train_step(loss_fn, build(), X)
     assert str(error.value) == (
         f"'history' was [], and is a list of 1 now: {KEPT}Compute it from the loss that the step returns, or keep "
-        "it in a buffer of the model that forward writes in place; if it is set at the first call only, run loss_fn "
-        "once before the capture"
+        "it in a buffer, or an attribute, of the model; if it is set at the first call only, run loss_fn once before "
+        "the capture"
     )
     assert history == []
 

@@ -27,6 +27,5 @@ STATE_SPACES = (
         "recurrent_gemma",
         model="RecurrentGemmaForCausalLM",
         options=GROUPED | {"num_hidden_layers": 3, "attention_window_size": 8},
-        refused="CaptureError: forward keeps a tensor in the attribute",
     ),
 )

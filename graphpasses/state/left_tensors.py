@@ -1,0 +1,105 @@
+"""Tensors that a step leaves in a model's modules: buffers that forward replaces, and attributes that it sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphpasses._torch import pytree
+from graphpasses._torch.schemas import is_tensor_subclass
+from graphpasses.errors import CaptureError
+
+
+def held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the buffers of a model, and the tensors that are attributes of its modules, by FQN."""
+    attributes = {
+        f"{fqn}.{name}".lstrip("."): value
+        for fqn, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+    }
+    return {**dict(model.named_buffers()), **attributes}
+
+
+def read_before(fqn: str) -> str:
+    """Says why an attribute is refused that forward reads and then sets."""
+    return (
+        f"forward reads the attribute {fqn!r} and keeps a tensor in it, and a captured step would read the old one "
+        "at each call. If it is kept at the first call only, run loss_fn once before the capture; else make it a "
+        f"buffer, e.g. register_buffer({fqn.rpartition('.')[2]!r}, ..., persistent=False), which a step reads anew"
+    )
+
+
+def leave_tensor(model: nn.Module, fqn: str, tensor: torch.Tensor) -> None:
+    """Gives a module of a model a tensor for a buffer, or for an attribute."""
+    owner, _, name = fqn.rpartition(".")
+    module = model.get_submodule(owner)
+    (module._buffers if name in module._buffers else vars(module))[name] = tensor
+
+
+class LeftTensors:
+    """What a traced step leaves in the modules of a model: the difference between now and when this was made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._held = held_tensors(model)
+        self._known = {id(tensor) for _, tensor in _in_containers(model)}
+
+    def find(self, has_read: Callable[[nn.Module, str], bool]) -> dict[str, torch.Tensor]:
+        """Returns the tensors that the step left, by FQN; raises where a captured step could not leave them.
+
+        ``has_read`` says whether forward read an attribute of a module before it set it.
+        """
+        held = held_tensors(self._model)
+        left = {fqn: tensor for fqn, tensor in held.items() if tensor is not self._held.get(fqn)}
+        for fqn, tensor in left.items():
+            owner, _, name = fqn.rpartition(".")
+            module = self._model.get_submodule(owner)
+            if is_tensor_subclass(tensor):
+                raise CaptureError(f"forward keeps a {type(tensor).__name__} in {fqn!r}; keep a plain tensor")
+            if name not in module._buffers and has_read(module, name):
+                raise CaptureError(read_before(fqn))
+            before, now = (_kind(each) for each in (self._held.get(fqn, tensor), tensor))
+            if name in module._buffers and before != now:
+                raise CaptureError(
+                    f"forward replaces buffer {fqn!r}, {before}, by {now}, and the next call would read another kind "
+                    "of tensor than was captured. If it does so at the first call only, run loss_fn once before the "
+                    "capture"
+                )
+        known = self._known | {id(each) for each in self._model.parameters()}  # an RNN's list of its weights
+        known |= {id(each) for each in held.values()}
+        for fqn, tensor in _in_containers(self._model):
+            if id(tensor) not in known:
+                raise CaptureError(
+                    f"forward keeps a tensor in the attribute {fqn!r}, in a container, and a captured step would "
+                    "not: what reads it later would find an old one. Keep it in an attribute, or a buffer, of its own"
+                )
+        return left
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype}{[*tensor.shape]} on {tensor.device}"
+
+
+def _in_containers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors in lists, tuples and dicts that are attributes of modules, with the attribute's FQN."""
+    for fqn, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules") and not isinstance(value, torch.Tensor):
+                for leaf in _leaves(value):
+                    if isinstance(leaf, torch.Tensor):
+                        yield f"{fqn}.{name}".lstrip("."), leaf
+
+
+def _leaves(value: Any) -> list[Any]:
+    seen: dict[int, Any] = {}  # a list may hold itself
+
+    def is_leaf(each: Any) -> bool:
+        is_seen = id(each) in seen
+        seen[id(each)] = each
+        return is_seen
+
+    return pytree.tree_leaves(value, is_leaf=is_leaf)

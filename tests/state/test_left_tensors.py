@@ -1,0 +1,218 @@
+"""What a step leaves in modules, as eager does: buffers that forward replaces, attributes that it sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from graphpasses import capture_train_step, default_pipeline
+from graphpasses.errors import CaptureError
+from graphpasses.parity.hashing import weight_hash
+from graphpasses.simulate import Topology, run_cluster
+from graphpasses.state.left_tensors import held_tensors
+
+
+class Centred(nn.Module):
+    """A loss's running center, an auxiliary loss, and the weights that torch's old reparametrizations compute."""
+
+    def __init__(self, momentum: float = 0.9) -> None:
+        super().__init__()
+        self.momentum = momentum
+        self.register_buffer("center", torch.zeros(4))
+        self.linear = nn.utils.weight_norm(nn.Linear(4, 4))
+        self.other = nn.utils.spectral_norm(nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.other(self.linear(x))
+        self.auxiliary = x.square().mean()
+        loss = (x - self.center).square().mean()
+        with torch.no_grad():
+            self.center = self.center * self.momentum + x.mean(0) * (1 - self.momentum)
+        return loss + 0.1 * self.auxiliary
+
+
+def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x)
+
+
+def batches() -> list[torch.Tensor]:
+    return [*torch.randn(4, 3, 4, generator=torch.Generator().manual_seed(1))]
+
+
+def built(momentum: float = 0.9) -> nn.Module:
+    torch.manual_seed(0)
+    return Centred(momentum)
+
+
+def train(run: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, optimizer: Any = None) -> list[Any]:
+    found: list[Any] = []
+    for x in batches():
+        found.append(run(x))
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        found += [each.detach() for each in held_tensors(model).values()]
+    return [*found, *(each.detach() for each in model.parameters())]
+
+
+def eagerly(model: nn.Module) -> list[Any]:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        loss = loss_fn(model, x)
+        loss.backward()
+        return loss.detach()
+
+    return train(run, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def same(ours: list[Any], theirs: list[Any]) -> bool:
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_a_step_leaves_what_eager_leaves() -> None:
+    x = batches()[0]
+    expected = eagerly(built())
+    for is_in_step in (False, True):
+        model = built()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = capture_train_step(loss_fn, model, x, optimizer=optimizer if is_in_step else None)
+        before = model.center
+        assert same(train(step, model, None if is_in_step else optimizer), expected)
+        step.check(x)
+        assert before.eq(0).all()  # whoever holds the buffer that was has it
+    assert not same(eagerly(built(0.8)), expected)
+    assert [item.fqn for item in step.outputs if item.kind.name == "LEFT"] == [
+        "center",
+        "auxiliary",
+        "linear.weight",
+        "other.weight",
+    ]
+
+
+class Recomputed(nn.Module):
+    """Backward sets the buffer again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x).relu()
+        self.mean = self.mean / 2 + x.detach().mean(0)
+        return x * self.mean
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False).square().mean()
+
+
+def test_what_backward_sets_again() -> None:
+    eager, model = Recomputed(), Recomputed()
+    step = capture_train_step(loss_fn, model, batches()[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert same(train(step, model, optimizer), eagerly(eager))
+
+
+def sharded_and_trained(is_captured: bool) -> tuple[str, list[float]]:
+    model = Recomputed()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    found, step = [], None
+    for _ in range(2):
+        for micro, x in enumerate(batches()):
+            model.set_requires_gradient_sync(micro == 3)
+            if is_captured:
+                step = step or default_pipeline().run(capture_train_step(loss_fn, model, x))
+                found.append(step(x).item())
+            else:
+                loss = loss_fn(model, x)
+                loss.backward()
+                found.append(loss.item())
+            found += model.mean.tolist()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weight_hash(model), found
+
+
+def both() -> Any:
+    return sharded_and_trained(False), sharded_and_trained(True)
+
+
+def test_microbatches_of_a_sharded_model_leave_it() -> None:
+    for eager, captured in run_cluster(both, Topology(2, gpus_per_node=2)):
+        assert captured == eager
+
+
+class Remembering(nn.Linear):
+    """Reads what it has kept, by its attribute or past it."""
+
+    def __init__(self, reads: Callable[[Any], torch.Tensor]) -> None:
+        super().__init__(4, 4)
+        self.reads = reads
+        self.last = torch.zeros(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x) + self.reads(self)
+        self.last = out.detach()
+        return out.square().mean()
+
+
+def by_its_dict(self: Any) -> torch.Tensor:
+    return self.__dict__["last"]
+
+
+@pytest.mark.parametrize("reads", [lambda module: module.last, by_its_dict])
+def test_what_forward_reads_and_then_keeps(reads: Callable[[Any], torch.Tensor]) -> None:
+    model = Remembering(reads)
+    message = r"forward reads the attribute 'last' and keeps a tensor in it.*register_buffer\('last'"
+    with pytest.raises(CaptureError, match=message):
+        capture_train_step(loss_fn, model, batches()[0])
+    assert not model.last.any()
+
+
+class Growing(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("seen", torch.zeros(0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = torch.cat([self.seen, x])
+        return super().forward(x).square().mean()
+
+
+def test_a_buffer_that_gets_another_shape() -> None:
+    with pytest.raises(
+        CaptureError, match=r"^forward replaces buffer 'seen', torch.float32\[0, 4\] on cpu, by .*\[3, 4\]"
+    ):
+        capture_train_step(loss_fn, Growing(), batches()[0])
+
+
+class Caching(nn.Module):
+    """Generates with a cache, a module, as litgpt's attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.cache: nn.Module | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.cache is None else self.cache(x)
+        return self.linear(x).square().mean()
+
+
+def test_a_module_that_was_there_meanwhile() -> None:
+    model, x = Caching(), batches()[0]
+    step = capture_train_step(loss_fn, model, x)
+    expected = step(x)
+    model.cache = nn.Tanh()
+    with pytest.raises(CaptureError, match=r"^the model had 2 modules"):
+        step(x)
+    model.cache = None
+    assert torch.equal(step(x), expected)
