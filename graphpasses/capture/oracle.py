@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -226,7 +227,23 @@ def _compare_calls(traced: Sequence[Operator], eager: Sequence[Operator]) -> Non
     )
 
 
+# Of `a < b` Python asks b first where its class is a subclass of a's, as that of fake tensors is of a tensor's from
+# outside; it then is `b > a`.
+_MIRRORED = {
+    f"aten.{name}.Tensor": f"aten.{other}.Tensor"
+    for name, other in {"eq": "eq", "ne": "ne", "lt": "gt", "gt": "lt", "le": "ge", "ge": "le"}.items()
+}
+
+
 def _difference(ours: Operator, theirs: Operator) -> str | None:
+    found = _difference_in_order(ours, theirs)
+    if found is None or ours.operator not in _MIRRORED:
+        return found
+    mirrored = replace(ours, operator=_MIRRORED[ours.operator], inputs=ours.inputs[::-1])
+    return None if _difference_in_order(mirrored, theirs) is None else found
+
+
+def _difference_in_order(ours: Operator, theirs: Operator) -> str | None:
     if ours.operator != theirs.operator:
         return ""
     for a, b in ((ours.inputs, theirs.inputs), (ours.outputs, theirs.outputs)):

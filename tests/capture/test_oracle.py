@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable
 from functools import partial
@@ -304,6 +305,22 @@ def test_one_hot_that_is_compared_where_it_is_traced() -> None:
 
     step = capture_train_step(loss_fn, nn.Linear(3, 3), X, torch.tensor([0, 2, 1, 1]))
     assert step.notes == []
+
+
+@pytest.mark.parametrize("name", ["eq", "ne", "lt", "le", "gt", "ge"])
+def test_a_tensor_from_outside_is_compared(name: str) -> None:
+    """Python asks the traced tensor first, whose class is a subclass: ``a < b`` is traced as ``b > a``."""
+    limits, compare = torch.linspace(-1, 1, 3), getattr(operator, name)
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (compare(limits, y := model(x)) * y).sum()
+
+    def another(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (x.new_ones(3) * compare(model(x) if is_traced(x) else model(x) * 1, limits)).sum() + model(x).sum()
+
+    model = nn.Linear(3, 3)
+    assert torch.equal(capture_train_step(loss_fn, model, X)(X), loss_fn(model, X))
+    refusal(another, nn.Linear(3, 3), X)
 
 
 @pytest.mark.parametrize("name", MODELS)
