@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import CaptureError
 from graphpasses.identity import same_bits
@@ -121,6 +124,14 @@ def test_a_parameter_that_loss_fn_holds_itself() -> None:
     weight = model.weight
     capture_train_step(lambda model, x: model(x).sum() + weight.square().sum(), model, X)(X)
     assert same_bits(gradient(weight), (X.sum(0).expand(2, 4) + 2 * weight).detach())
+
+
+def test_a_sharded_parameter_that_loss_fn_holds_itself() -> None:
+    with fake_process_group(2):
+        model = fully_shard(nn.Linear(4, 2), mesh=dist.init_device_mesh("cpu", (2,)))
+        weight = model.weight
+        with pytest.raises(CaptureError, match=r"loss_fn reads memory of 'weight' by a tensor of its own"):
+            capture_train_step(lambda model, x: model(x).sum() + weight.to_local().sum(), model, X, check=False)
 
 
 def test_a_view_of_a_parameter_that_loss_fn_holds_itself() -> None:
