@@ -144,3 +144,33 @@ def test_a_view_of_a_parameter_that_loss_fn_holds_itself() -> None:
         "captured step would compute no gradient by it, nor know when it changes. Make it in loss_fn, of the "
         "parameters of the model that loss_fn is given"
     )
+
+
+def refusal_of(call: Callable[[], object]) -> str:
+    with pytest.raises(CaptureError) as caught:
+        call()
+    return str(caught.value)
+
+
+def spectrum(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(torch.fft.fft(model(x).view(-1, 2, 2))).square().mean()
+
+
+def by_numpy(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).sum() * float(x.numpy().max())
+
+
+def test_what_torch_cannot_trace() -> None:
+    model = nn.Linear(4, 4)
+    assert capture_train_step(spectrum, model, X)(X).isfinite()
+    varying = ({0: torch.export.Dim.DYNAMIC},)
+    error = refusal_of(lambda: capture_train_step(spectrum, model, X, dynamic_shapes=varying))
+    assert error.startswith("loss_fn calls an operator at ")
+    assert error.endswith(
+        " in spectrum that torch cannot trace for sizes that vary, as torch.fft of several dims: pad them to one "
+        "size, and leave them out of dynamic_shapes"
+    )
+    assert refusal_of(lambda: capture_train_step(by_numpy, model, X)).endswith(
+        " in by_numpy by NumPy, and there are none while a step is traced. Compute with torch instead, or outside, "
+        "and give the result in the batch"
+    )
