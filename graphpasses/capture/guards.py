@@ -84,6 +84,7 @@ class Decisions:
             nodes = self._slices.nodes([symbol])
             written = {node.name for node in self._slices.written(nodes)}
             given = {node: value for node, (_, value) in zip(self._slices.placeholders, self._inputs, strict=True)}
+            given |= {node: self._slices.stand_ins[node] for node in nodes if node in self._slices.stand_ins}
             with outside_tracing(), torch.no_grad():
                 *_, (node, result) = run_nodes(traced.root, traced.graph, nodes, given, written)
                 value = value_at(result, bound_symbols(node)[symbol])
@@ -123,6 +124,10 @@ class Decisions:
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in nodes:
+            if (like := self._slices.stand_ins.get(node)) is not None:
+                options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+                copies[node] = graph.call_function(aten.zeros.default, ([*like.shape],), options)
+                continue
             copies[node] = graph.node_copy(node, copies.__getitem__)
             copies[node].meta = {}
         graph.output(())
@@ -131,7 +136,7 @@ class Decisions:
         sizes = frozenset(filter(self._slices.is_size_of_input, symbols))
         guards = Guards(
             module=fx.GraphModule(traced.root, graph),
-            inputs=tuple(item_of[node][0] for node in nodes if node.op == "placeholder"),
+            inputs=tuple(item_of[node][0] for node in nodes if copies[node].op == "placeholder"),
             written=frozenset(copies[node].name for node in self._slices.written(nodes)),
             places={
                 copies[node].name: tuple((symbol, path) for symbol, path in places if symbol in symbols)
@@ -208,6 +213,15 @@ def _state(model: nn.Module) -> Iterator[tuple[GraphInput, torch.Tensor]]:
                 yield GraphInput(kind, fqn), tensor
 
 
+# Operators of whose results the sizes follow from the values of one argument, and the shapes of the others.
+_SIZED_BY = {
+    "aten.index.Tensor": 1,
+    "aten.masked_select.default": 1,
+    "fbgemm.dense_to_jagged_forward.default": 1,
+    "fbgemm.dense_to_jagged.default": 1,
+}
+
+
 class _Slices:
     """What must run of a trace, before a step, to know the value of a symbol."""
 
@@ -219,6 +233,10 @@ class _Slices:
         self._memory: dict[fx.Node, set[Any]] = {}
         self._writers: dict[Any, list[fx.Node]] = {}
         self._unknown: dict[Any, str] = {}  # by node, or memory, why it cannot be computed
+        # Calls that cannot be computed, but whose sizes can. Of what is unknown of their arguments the shape counts:
+        # any tensor of it stands in.
+        self._sized: set[fx.Node] = set()
+        self.stand_ins: dict[fx.Node, torch.Tensor] = {}
 
     def follow(self, graph: fx.Graph) -> None:
         """Looks at what was traced since the last time."""
@@ -236,10 +254,33 @@ class _Slices:
             reason = self._reason(node, effects)
             if reason is not None:
                 self._unknown[node] = reason
+                self._look_at_sizes(node)
             for key in (key for other in effects.writes for key in self._memory[other]):
                 self._writers.setdefault(key, []).append(node)
                 if reason is not None:
                     self._unknown[key] = reason
+
+    def _look_at_sizes(self, node: fx.Node) -> None:
+        """Notes of a call that cannot be computed whether its sizes can, with others in place of what is unknown."""
+        if (deciding := _SIZED_BY.get(str(node.target))) is None:
+            return
+        known: list[fx.Node] = []
+        fx.node.map_arg(node.args[deciding], known.append)
+        others = [each for each in node.all_input_nodes if each not in known]
+        shapes = {each: each.meta["val"] for each in others if self._why_unknown(each) is not None}
+        if any(map(self._why_unknown, known)) or not all(
+            isinstance(size, int) for value in shapes.values() for size in value.shape
+        ):
+            return
+        self._sized.add(node)
+        with outside_tracing():
+            self.stand_ins |= {
+                each: torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+                for each, value in shapes.items()
+            }
+
+    def _why_unknown(self, node: fx.Node) -> str | None:
+        return next((self._unknown[key] for key in (node, *self._memory[node]) if key in self._unknown), None)
 
     def bind(self, symbol: Symbol, node: fx.Node, path: Any) -> None:
         """Notes that a symbol is at a place of a node's value, unless another node brought it."""
@@ -262,9 +303,8 @@ class _Slices:
                 return f"depends on parameter {item.fqn!r}"
             return f"depends on {item.fqn}, a fake tensor" if is_fake(value) else None
         for other in node.all_input_nodes:
-            for key in (other, *self._memory[other]):
-                if key in self._unknown:
-                    return self._unknown[key]
+            if (reason := self._why_unknown(other)) is not None:
+                return reason
         if effects.has_hidden_state:
             return f"depends on random numbers ({node.target})"
         return None if effects.group is None else f"depends on what other ranks send ({node.target})"
@@ -273,7 +313,8 @@ class _Slices:
         """Returns why the value of a symbol cannot be computed before a step; None if it can."""
         if symbol not in self.bound:
             return "cannot be computed before the step"
-        return None if self.is_size_of_input(symbol) else self._unknown.get(self.bound[symbol][0])
+        node = self.bound[symbol][0]
+        return None if self.is_size_of_input(symbol) or node in self._sized else self._unknown.get(node)
 
     def can_vary(self, symbols: Iterable[Symbol]) -> bool:
         """Whether the values of symbols can be computed before a step, and may differ from step to step."""
@@ -296,7 +337,10 @@ class _Slices:
         """Returns the nodes that the values of symbols follow from, in order."""
 
         def sources(node: fx.Node) -> list[fx.Node]:
-            memory = self._memory[node].union(*(self._memory[other] for other in node.all_input_nodes))
+            if node in self.stand_ins:
+                return []
+            readers = [*node.all_input_nodes, *([] if node in self._sized else [node])]
+            memory = {key for other in readers if other not in self.stand_ins for key in self._memory[other]}
             writers = (writer for key in memory for writer in self._writers.get(key, ()))
             return [*node.all_input_nodes, *(writer for writer in writers if writer < node)]
 

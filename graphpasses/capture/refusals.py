@@ -97,6 +97,11 @@ _REFUSED_TRACES = {
         "loss_fn reads a tensor's values at {line} by NumPy, and there are none while a step is traced. Compute with "
         "torch instead, or outside, and give the result in the batch"
     ),
+    # As torch's fake kernel of torch.fft says.
+    "tried to directly modify sizes": (
+        "loss_fn calls an operator at {line} that torch cannot trace for sizes that vary, as torch.fft of several "
+        "dims: pad them to one size, and leave them out of dynamic_shapes"
+    ),
     # As torch.utils.checkpoint says.
     "incompatible with .grad()": (
         "loss_fn checkpoints with use_reentrant=True, whose backward cannot be captured; checkpoint with "

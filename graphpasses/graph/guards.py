@@ -93,6 +93,6 @@ def run_nodes(
     interpreter = fx.Interpreter(module, garbage_collect_values=False, graph=graph)
     for node in nodes:
         if node.op != "output":
-            value = given[node] if node.op == "placeholder" else interpreter.run_node(node)
+            value = given[node] if node in given else interpreter.run_node(node)
             interpreter.env[node] = value.clone() if node.name in written else value
             yield node, interpreter.env[node]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -50,11 +50,11 @@ class Snapshot:
         model: nn.Module,
         attributes: Sequence[Owner] = (),
         names: Sequence[Owner] = (),
-        held: Iterable[str] = (),
+        held: Collection[str] = (),
     ) -> Snapshot:
         """Reads a model's structure and the settings; attributes and names were read before."""
         structure, tensors = ModelStructure.of(model), dict(named_state(model))
-        of_held = {fqn: tensors[fqn] for fqn in held}
+        of_held = {fqn: tensor for fqn, tensor in tensors.items() if fqn in held}
         return cls(structure, settings_of(model), tuple(attributes), tuple(names), held=of_held)
 
     def with_tensors(self, tensors: Iterable[torch.Tensor]) -> Snapshot:

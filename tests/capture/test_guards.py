@@ -373,3 +373,23 @@ def test_an_operator_without_a_fake_result() -> None:
         f"loss_fn calls aten._ctc_loss.Tensor at {__file__}:{line} in ctc, which cannot be traced: the shape of its "
         "result depends on values, or it has no fake kernel. Use another operator, or compute it outside"
     )
+
+
+def test_sizes_that_follow_from_a_mask() -> None:
+    """As DLRM selects pairs of embeddings: parameters decide what is selected there, and not how much."""
+
+    def loss_fn(model: nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        chosen = model(x).masked_select(mask).view(-1, 2)
+        if len(chosen) == len(x):
+            return chosen.sum()
+        return chosen.square().sum()
+
+    model, x = nn.Linear(4, 3), torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    two, four = (torch.arange(15).view(5, 3) % 3 < 2), torch.arange(15).view(5, 3) < 12
+    step = capture_train_step(loss_fn, model, x, two)
+    for mask, num_captures in ((two, 1), (four, 2), (two.flip(1), 2)):
+        assert torch.equal(step(x, mask), loss_fn(model, x, mask))
+        assert len(step.captures) == num_captures
+    assert not torch.equal(step(x, two), loss_fn(model, x, four))
+    with pytest.raises(CaptureError, match="depends on parameter"):
+        capture_train_step(lambda model, x: loss_fn(model, x, model(x) > 0), model, x)

@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import CaptureError
 from graphpasses.identity import same_bits
@@ -123,6 +126,14 @@ def test_a_parameter_that_loss_fn_holds_itself() -> None:
     assert same_bits(gradient(weight), (X.sum(0).expand(2, 4) + 2 * weight).detach())
 
 
+def test_a_sharded_parameter_that_loss_fn_holds_itself() -> None:
+    with fake_process_group(2):
+        model = fully_shard(nn.Linear(4, 2), mesh=dist.init_device_mesh("cpu", (2,)))
+        weight = model.weight
+        with pytest.raises(CaptureError, match=r"loss_fn reads memory of 'weight' by a tensor of its own"):
+            capture_train_step(lambda model, x: model(x).sum() + weight.to_local().sum(), model, X, check=False)
+
+
 def test_a_view_of_a_parameter_that_loss_fn_holds_itself() -> None:
     model = nn.Linear(4, 2)
     weight = model.weight.detach()[:1]
@@ -132,4 +143,34 @@ def test_a_view_of_a_parameter_that_loss_fn_holds_itself() -> None:
         "loss_fn reads memory of 'weight' by a tensor of its own, as a view, or a shard, that was made outside: a "
         "captured step would compute no gradient by it, nor know when it changes. Make it in loss_fn, of the "
         "parameters of the model that loss_fn is given"
+    )
+
+
+def refusal_of(call: Callable[[], object]) -> str:
+    with pytest.raises(CaptureError) as caught:
+        call()
+    return str(caught.value)
+
+
+def spectrum(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(torch.fft.fft(model(x).view(-1, 2, 2))).square().mean()
+
+
+def by_numpy(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).sum() * float(x.numpy().max())
+
+
+def test_what_torch_cannot_trace() -> None:
+    model = nn.Linear(4, 4)
+    assert capture_train_step(spectrum, model, X)(X).isfinite()
+    varying = ({0: torch.export.Dim.DYNAMIC},)
+    error = refusal_of(lambda: capture_train_step(spectrum, model, X, dynamic_shapes=varying))
+    assert error.startswith("loss_fn calls an operator at ")
+    assert error.endswith(
+        " in spectrum that torch cannot trace for sizes that vary, as torch.fft of several dims: pad them to one "
+        "size, and leave them out of dynamic_shapes"
+    )
+    assert refusal_of(lambda: capture_train_step(by_numpy, model, X)).endswith(
+        " in by_numpy by NumPy, and there are none while a step is traced. Compute with torch instead, or outside, "
+        "and give the result in the batch"
     )
