@@ -43,6 +43,7 @@ class Calls(Memory):
         self._random = values.source(("random state",))
         self._hidden = values.source(("hidden state",))
         self._inputs: dict[fx.Node, str] = {}
+        self._layers: dict[int, tuple[Value, ...]] = {}  # by the number of a tensor, those behind each other in it
         self._counts: dict[int, int] = {}  # by the number of a count of bad ids, where it began
 
     def _roots(self, node: fx.Node) -> set[Leaf]:
@@ -51,7 +52,8 @@ class Calls(Memory):
     def _call(self, target: Any, args: Any, kwargs: Any) -> tuple[Hashable, ...]:
         """Returns what an operator's results depend on: its arguments' values, and how they lie in memory."""
         plain = self._plain(target, args, kwargs)
-        given, named = evaluated(plain, lambda node: self._argument(node, target))
+        is_copy = RULES.get(target, ("",))[0] == "joins"  # wherever the elements lie that it copies
+        given, named = evaluated(plain, self._number if is_copy else lambda node: self._argument(node, target))
         if str(target) == BOUNDS_CHECK:  # it does not read the count of bad ids
             place = _warning_of(target)
             given[place] = Argument(self._counts.get(given[place].number, given[place].number), None)
@@ -100,8 +102,10 @@ class Calls(Memory):
                 isinstance(next(iter(args), None), Value) or not takes_tensor(target)
             ):  # else the call would fail
                 found = rule(self._table, self._made_by(node), *args, **kwargs)
-        elif target in ROW_BY_ROW and node not in self._facts.guessed:
+        elif target in ROW_BY_ROW and (node not in self._facts.guessed or self._says_row_shape(node)):
             found = self._by_row(node, target)
+        if found is None:
+            found = self._layered(node, target)
         if found is not None:
             self._axioms.add(name)
         return found
@@ -120,10 +124,43 @@ class Calls(Memory):
     def _by_row(self, node: fx.Node, target: Any) -> Result:
         """Returns what a rule says of each row."""
         key = self._call(node.target, node.args, node.kwargs)
-        found = by_row(self._table, target, key, self._facts[node], *self._read_all(target, node))
+        args, kwargs = self._read_all(target, node)
+        found = by_row(self._table, target, key, self._facts[node], args, kwargs, self._row_count)
         if found is not None:
             self._axioms.add(ROWS)
         return found
+
+    def _layered(self, node: fx.Node, target: Any) -> Result:
+        """Returns a tensor as those that lie behind each other along its first dim, or one of these, of any sizes."""
+        if target not in (aten.stack.default, aten.unsqueeze.default, aten.expand.default, aten.select.int):
+            return None
+        (of, *args), kwargs = self._read_all(target, node)
+        layers = self._layers.get(of.number) if isinstance(of, Value) else None
+        if target == aten.select.int:
+            return layers[args[1]] if layers and args[0] == 0 and args[1] in range(len(layers)) else None
+        if target == aten.stack.default:
+            layers = tuple(of) if args in ([], [0]) else None
+        elif target == aten.unsqueeze.default:
+            layers = (of,) if args == [0] else None
+        elif layers is not None:  # other sizes may not be expanded
+            places = [self._facts.places[each][0] for each in (argument(node), node)]
+            one, two = (place and place.view.shape[1:] for place in places)
+            layers = layers * args[0][0] if len(layers) == 1 and type(args[0][0]) is int and one == two else None
+        if kwargs or not layers or any(not isinstance(each, Value) or each.shape is not None for each in layers):
+            return None
+        value = self._table.other(("layers", tuple(each.number for each in layers)), layers[0].dtype)
+        self._layers[value.number] = layers
+        return value
+
+    def _says_row_shape(self, node: fx.Node) -> bool:
+        """Whether a view's arguments say of all its sizes but the first what its fake value says."""
+        (place,) = self._facts.places[node][:1] or [None]
+        sizes: Any = node.args[1] if node.target == aten.view.default and len(node.args) > 1 else None
+        return place is not None and sizes is not None and tuple(sizes[1:]) == place.view.row_shape
+
+    def _row_count(self, size: Hashable) -> Hashable:
+        """Returns the name of a number of rows, one for those that are equal."""
+        return size
 
     def _read_all(self, target: Any, node: fx.Node) -> Call:
         """Returns the arguments of a call, with values in the places of nodes."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import operator
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from graphpasses._torch.group_ranks import named_group
 from graphpasses._torch.schemas import WrittenView, draws, read_functionalized_call
 from graphpasses.analysis.effects import (
     is_elementwise_on_lists,
@@ -24,11 +27,14 @@ from graphpasses.graph.nodes import (
     is_collective,
     read_constants,
 )
+from graphpasses.graph.size_arithmetic import size_expression
 from graphpasses.graph.train_graph import InputKind, OutputKind, Stage
-from graphpasses.ops.pack_all_to_all import PACK, UNPACK
+from graphpasses.ops.join_lookups import JOIN_BAGS
+from graphpasses.ops.pack_all_to_all import PACK, PACK_POOLED_EMBEDDINGS, UNPACK
 from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
 from graphpasses.proof import movement
 from graphpasses.proof.calls import Calls, is_function, views
+from graphpasses.proof.columns import AXIOM as COLUMNS
 from graphpasses.proof.core.axioms import AXIOMS, RULES
 from graphpasses.proof.core.facts import Facts, Leaf, Place
 from graphpasses.proof.core.values import Result, Value, Values
@@ -40,7 +46,11 @@ from graphpasses.proof.sizes import AXIOM as EXCHANGED_SIZES
 from graphpasses.proof.sizes import READ, Sizes, unpacked
 from graphpasses.proof.spelling import evaluated
 
+aten = torch.ops.aten
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+# By name: TorchRec defines them, if it is there.
+_TO_COLUMNS, _FROM_COLUMNS = (f"torchrec._split_1d_cat_2d{name}.default" for name in ("", "_backward_impl"))
+_SPLIT = RULES[aten.split_with_sizes.default][1]
 # By name: torch has these operators where its module of them was imported.
 OFFLOADING = frozenset({"ao.offload.default", "ao.reload.default", "ao.wait_tensor.default"})
 
@@ -72,6 +82,7 @@ class Evaluation(Calls):
     ) -> None:
         super().__init__(values, facts)
         self._sizes = sizes or Sizes(values)
+        self._columns = self._sizes.columns
         self._graph = graph
         if before is not None:
             self._random, self._hidden = before.random_state, before.hidden_state
@@ -206,6 +217,8 @@ class Evaluation(Calls):
             return size
         if str(node.target) in OFFLOADING:
             return self._offloaded(node)
+        if (cut := self._cut(node)) is not None:
+            return cut
         effects = operator_effects(node)
         if not effects.writes and effects.group is None and node.target in RULES:
             found = self._moved(node, node.target)
@@ -228,6 +241,7 @@ class Evaluation(Calls):
             inputs, splits = self._arguments(node)[0]
             numbers = evaluated(inputs, self._number), evaluated(splits, self._number)
             self._exchanges.pack(result.number, inputs, splits, *numbers)
+        self._note_columns(node, result)
         if effects.writes:
             return self._written(node, effects.writes, key, result)
         return result
@@ -263,7 +277,7 @@ class Evaluation(Calls):
             if result is not None:
                 self._axioms.add("all-gather")
         if node.target == ALL_TO_ALL and isinstance(sent, Value):
-            result = self._brought(node, fake, args)
+            result = self._brought(node, fake, args, [self._exchanges.sizes(each) for each in given_args[1:3]])
         if result is None:
             result = self.opaque(node, fake, key)
         if isinstance(sent, Value) and isinstance(result, Value) and node.target == ALL_TO_ALL:
@@ -283,22 +297,79 @@ class Evaluation(Calls):
         splits = evaluated(self._arguments(node)[0][1], self._number)
         if not isinstance(received, Value):
             return None
-        found = self._exchanges.unpack(received.number, self._arguments(node)[0], splits)
+        given = self._arguments(node)[0]
+        is_known = self._columns.trusts(*self._exchanges.sizes(given[1]))
+        found = self._exchanges.unpack(received.number, given, splits) if is_known else None
         if found is None:
-            return unpacked(self._table, received, self._arguments(node)[0][1:])
+            return unpacked(self._table, received, given[1:])
         self._axioms.add(EXCHANGED)
-        self._done.unpacked[node] = [freeze(given) for _, *given in found]
-        return [self._brought(node, fake, given) for given, fake in zip(found, fakes, strict=True)]
+        self._done.unpacked[node] = [freeze(each[1:]) for each, _ in found]
+        return [self._brought(node, fake, *each) for each, fake in zip(found, fakes, strict=True)]
 
-    def _brought(self, node: fx.Node, fake: Any, given: Any) -> Result:
-        """Returns what an all-to-all brings that is given numbers of values."""
+    def _brought(self, node: fx.Node, fake: Any, given: Any, sizes: Sequence[Sequence[Any]]) -> Result:
+        """Returns what an all-to-all brings that is given numbers of values, cut by ``sizes``."""
         sent, outputs, inputs, group = given
         name = node.name if node.target == ALL_TO_ALL else ""
         found = self._sizes.brought(name, self._table[sent.number], outputs, inputs, group)
         if found is not None:
             self._axioms.add(EXCHANGED_SIZES)
             return found
-        return self.opaque(node, fake, ("collective", str(ALL_TO_ALL), freeze(given), ()))
+        brought = self.opaque(node, fake, ("collective", str(ALL_TO_ALL), freeze(given), ()))
+        row_shape = tuple(fake.shape[1:])
+        if not isinstance(brought, Value) or any(type(each) is not int for each in row_shape):
+            return brought
+        own, kind, unit = named_group(group).rank(), (group, fake.dtype), math.prod(row_shape)
+        columns, is_merged = self._columns.launch(self._table[sent.number], brought, sizes, own, kind, unit)
+        self._axioms |= {COLUMNS} if is_merged else set()
+        return columns
+
+    def _note_columns(self, node: fx.Node, result: Any) -> None:
+        """Notes a tensor in which columns for one rank follow those for another."""
+        args, _ = self._arguments(node)
+        if node.target == JOIN_BAGS:
+            self._sizes.join_bags([self._facts[each] for each in args[1]], args[2], self._facts[node][1])
+        if node.target == PACK_POOLED_EMBEDDINGS:
+            pieces, nums = iter(args[0]), args[1]
+            by_rank = [[*itertools.islice(pieces, num)] for num in nums]
+        elif node.target == aten.cat.default and args[1:] in ((), (0,)):
+            by_rank = [[each] for each in args[0]]
+        elif str(node.target) == _FROM_COLUMNS:
+            by_rank = [[args[0]]]
+        else:
+            return
+        nodes = [each for of_rank in by_rank for each in of_rank]
+        sizes = {size_expression(self._facts[each].shape[0]) for each in nodes if self._facts[each].dim() == 2}
+        rows = [row for each in nodes if (row := self._row_of(self._read(each))) is not None]
+        if len(rows) != len(nodes) or len(sizes) != 1:
+            return
+        in_order = iter(rows)
+        of_ranks: Any = [[*itertools.islice(in_order, len(of_rank))] for of_rank in by_rank]
+        if str(node.target) == _FROM_COLUMNS:
+            of_ranks = [[each] for each in _SPLIT(self._table, None, rows[0], [*args[1]], 1) or ()]
+        self._columns.send(result, sizes.pop(), of_ranks)
+
+    def _row_count(self, size: Hashable) -> Hashable:
+        return self._sizes.row_count(size)
+
+    def _row_of(self, value: Result) -> Value | None:
+        """Returns a row, [1, columns], of a tensor of an unknown number of rows."""
+        if not isinstance(value, Value) or value.rows is None:
+            return None
+        row = self._table[value.rows[1]]
+        return row if row.shape is not None and len(row.shape) == 2 and row.shape[0] == 1 else None
+
+    def _cut(self, node: fx.Node) -> Result:
+        """Returns the parts that ranks sent of what came from all; None if a call does something else."""
+        is_split = node.target == aten.split_with_sizes.default
+        if not is_split and str(node.target) != _TO_COLUMNS:
+            return None
+        args, kwargs = self._arguments(node)
+        received = self._read(args[0])
+        if kwargs or not isinstance(received, Value):
+            return None
+        if is_split:
+            return None if any(args[2:]) else self._columns.split(received, self._exchanges.sizes(args[1]))
+        return self._columns.joined(received, self._exchanges.sizes(args[1:2])[0], args[2])
 
     def _random_state(self, node: fx.Node, fake: Any) -> Result:
         if node.target == READ_RANDOM_STATE:

@@ -53,7 +53,7 @@ class Exchanges:
         """Notes a call that packs ``inputs``, cut in ``sizes``; the others are numbers of the values."""
         fakes = tuple(self._facts[each] for each in inputs)
         self._packed[packed] = _Packed(
-            fakes, tuple(numbers), _by_member(self._sizes(sizes), len(fakes)), _by_member(splits, len(fakes))
+            fakes, tuple(numbers), _by_member(self.sizes(sizes), len(fakes)), _by_member(splits, len(fakes))
         )
 
     def __contains__(self, packed: int) -> bool:
@@ -64,38 +64,44 @@ class Exchanges:
         """Notes an all-to-all, if it is of what was packed."""
         if sent in self._packed:
             packed = self._packed[sent]
-            if self._totals(packed.inputs, packed.splits) == self._sizes(inputs):
-                self._received[received] = packed, self._sizes(outputs), group
+            if self._totals(packed.inputs, packed.splits) == self.sizes(inputs):
+                self._received[received] = packed, self.sizes(outputs), group
 
-    def unpack(self, received: int, given: Sequence[Any], splits: Sequence[Hashable]) -> list[tuple[Any, ...]] | None:
-        """Returns the arguments of the all-to-alls that a call unpacks; None where it does not undo the packing."""
+    def unpack(
+        self, received: int, given: Sequence[Any], splits: Sequence[Hashable]
+    ) -> list[tuple[tuple[Any, ...], tuple[Any, Any]]] | None:
+        """Returns the arguments of the all-to-alls that a call unpacks, with what comes from, and goes to, each rank;
+        None where it does not undo the packing.
+        """
         if received not in self._received:
             return None
         packed, totals, group = self._received[received]
         _, by_rank, row_shapes, row_dims, dtypes = given
         num = len(packed.inputs)
-        sizes = _by_member(self._sizes(by_rank), num)
-        rows = [size for fake in packed.inputs for size in self._sizes(fake.shape[1:])]
+        sizes = _by_member(self.sizes(by_rank), num)
+        rows = [size for fake in packed.inputs for size in self.sizes(fake.shape[1:])]
         is_undone = (
             [fake.dtype for fake in packed.inputs] == list(dtypes)
             and [fake.dim() - 1 for fake in packed.inputs] == list(row_dims)
-            and rows == self._sizes(row_shapes)
+            and rows == self.sizes(row_shapes)
             and [*map(len, sizes)] == [*map(len, packed.splits)]
             and self._totals(packed.inputs, sizes) == totals
         )
         if not is_undone:
             return None
         members = zip(packed.numbers, _by_member(splits, num), packed.split_numbers, strict=True)
-        return [(sent, [*outputs], [*inputs], group) for sent, outputs, inputs in members]
+        given = [(sent, [*outputs], [*inputs], group) for sent, outputs, inputs in members]
+        return [*zip(given, zip(sizes, packed.splits, strict=True), strict=True)]
 
-    def _sizes(self, sizes: Sequence[Any]) -> list[Any]:
+    def sizes(self, sizes: Sequence[Any]) -> list[Any]:
+        """Returns sizes as numbers, or expressions."""
         return [size_expression(self._facts[each] if isinstance(each, fx.Node) else each) for each in sizes]
 
     def _totals(self, inputs: Sequence[torch.Tensor], splits: Sequence[Sequence[Any]]) -> list[Any]:
         """Returns how many elements travel to or from each rank."""
         dtype = packed_dtype([fake.dtype for fake in inputs])
         units = [
-            math.prod(self._sizes(fake.shape[1:]), start=1 if fake.dtype == dtype else fake.dtype.itemsize)
+            math.prod(self.sizes(fake.shape[1:]), start=1 if fake.dtype == dtype else fake.dtype.itemsize)
             for fake in inputs
         ]
         return [

@@ -14,6 +14,7 @@ import torch
 
 from graphpasses._torch.fake_mode import outside_tracing
 from graphpasses.graph import WAIT
+from graphpasses.ops.join_lookups import JOIN_FEATURES, SPLIT_FEATURES
 from graphpasses.proof.core.axioms import AXIOMS, Rule, axiom
 from graphpasses.proof.core.values import Piece, Result, Value, Values
 from graphpasses.proof.elements import constant, filled, repeated
@@ -156,6 +157,21 @@ def chunk_cat(values: Values, parts: Sequence[Value], num_chunks: int) -> Value 
         columns.append(values.moved(part.dtype, (num_chunks, padded.numel // num_chunks), padded.pieces))
     width = sum(column.numel // num_chunks for column in columns)
     return _concatenated(values, columns, 1, (num_chunks, width))
+
+
+_FEATURES = "join_features puts side by side parts that all have its rows, split_features takes such apart"
+
+
+@axiom("features", _FEATURES, JOIN_FEATURES)
+def _join_features(values: Values, result: Any, parts: Sequence[Value], *_: Any) -> Result:
+    has_all_rows = _can_be_joined(parts) and all((each.shape or ())[:1] == result.shape[:1] for each in parts)
+    return _cat(values, result, parts, 1) if has_all_rows else None
+
+
+@axiom("features", _FEATURES, SPLIT_FEATURES)
+def _split_features(values: Values, result: Any, pooled: Value, dims: Sequence[int], *_: Any) -> Result:
+    has_all_rows = all(each.shape[:1] == (pooled.shape or ())[:1] for each in result)
+    return _picked(aten.split_with_sizes.default)(values, result, pooled, [*dims], 1) if has_all_rows else None
 
 
 @axiom("padding", "constant_pad_nd copies, and puts a constant around", aten.constant_pad_nd.default)

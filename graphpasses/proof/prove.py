@@ -121,11 +121,11 @@ def prove_as(
         if other := other_input(before, after):
             raise ProofError(f"{subject} is not proved to keep anything: input {other} is another one")
         one = TorchCalls(before, values, facts, constants=after.copied_constants, sizes=sizes).run()
-        sizes.is_first = False
+        sizes.begin_second()
         two = TorchCalls(after, values, Facts(after.graph), sizes=sizes).run()
     else:
         one = Evaluation(before, values, facts, constants=after.copied_constants, sizes=sizes).run()
-        sizes.is_first = False
+        sizes.begin_second()
         two = Evaluation(after, values, Facts(after.graph, facts), sizes=sizes).run()
         known: Facts | None = None
         held = None if after.update is None else after.update.copied_constants
@@ -241,9 +241,9 @@ class _Proof:
         raise ProofError(f"{self.subject} {verb} {name}{more}: {first}")
 
     def leave_open(self, updated: Container[str], wrong: str) -> None:
-        """Takes back what was proved of gradients that are not, and all if sizes are not what they were taken for."""
+        """Takes back what was proved of gradients that are not, and all if ranks were told what is not so."""
         if wrong:
-            self.unproved += [(name, f"it may rest on sizes: {wrong}") for name in self.proved]
+            self.unproved += [(name, wrong) for name in self.proved]
             self.proved = []
         if any(name.startswith("the gradient of ") for name, _ in self.unproved):
             reason = "it is made of gradients, of which some are not proved"

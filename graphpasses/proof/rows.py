@@ -35,30 +35,48 @@ class Made(NamedTuple):
 
 
 def by_row(
-    values: Values, target: Any, key: Hashable, results: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    values: Values,
+    target: Any,
+    key: Hashable,
+    results: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    named: Callable[[Hashable], Hashable] = lambda size: size,
 ) -> Result:
     """Returns what an operator's rule says of all rows; None where they are not treated alike, or it cannot tell.
 
-    ``key`` is what the call depends on, ``results`` are fake; arguments have values in the places of tensors.
+    ``key`` is what the call depends on, ``results`` are fake; arguments have values in the places of tensors;
+    ``named`` gives numbers of rows that are equal one name.
     """
     fakes = [*results] if isinstance(results, (list, tuple)) else [results]
-    numbers, rows = set(), []
-    for fake in fakes:
-        view = View.of(fake)
-        if view is None or view.row_shape is None:
-            return None
-        numbers.add(view.shape[0])
-        rows.append(Made((1, *view.row_shape), view.dtype, fake.device))
-    for each in pytree.tree_leaves((args, kwargs)):
-        if isinstance(each, Value) and each.dtype is not None:
-            numbers.add(None if each.rows is None else each.rows[0])
-    if len(numbers) != 1 or None in numbers:
+    tensors = [
+        each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Value) and each.dtype is not None
+    ]
+    numbers: set[Hashable] = {each.rows and named(each.rows[0]) for each in tensors}
+    heights = {values[each.rows[1]].shape[0] for each in tensors if each.rows is not None}  # type: ignore[index]
+    views = [View.of(fake) for fake in fakes]
+    if any(view is None or view.row_shape is None for view in views):
+        return None
+    name = RULES[target][0]
+    keeps_size = name in _KEEPS_SIZE
+    if not keeps_size:
+        numbers |= {named(view.shape[0]) for view in views if view is not None}
+    if len(numbers) != 1 or None in numbers or not (keeps_size or heights <= {1}) or len(heights) > 1:
         return None
 
     def row_of(given: Any) -> Any:
         return given if not isinstance(given, Value) or given.rows is None else values[given.rows[1]]
 
     args, kwargs = pytree.tree_map(row_of, ([*args], {**kwargs}))
+    (height,) = heights or {1}
+    rows: list[Made] = []
+    for view, fake in zip(views, fakes, strict=True):
+        assert view is not None
+        shape = view.row_shape or ()
+        if name == "views":  # as many elements, in one order
+            numel = math.prod(shape)
+            height = args[0].numel // numel if numel and isinstance(args[0], Value) else 1
+        rows.append(Made((height, *shape), view.dtype, fake.device))
     if not ROW_BY_ROW[target](target, rows, *args):
         return None
     found = RULES[target][1](values, rows[0] if fakes == [results] else rows, *args, **kwargs)
@@ -105,12 +123,16 @@ def _picks_inside(target: Any, _: Any, x: Any, *args: Any) -> bool:
     return places[0] == places[1]
 
 
+_KEEPS_SIZE = frozenset({"views", "casts", "scaling", "negation", "sums"})
+"""Axioms of operators whose result has as many elements as each tensor that they are given."""
+
 # By axiom, when a call of its operators treats all rows alike.
 _CONDITIONS: dict[str, Callable[..., bool]] = {
     **dict.fromkeys(("constants", "casts", "scaling", "negation", "sums"), _computes_elements),
     "views": _keeps_order,
     "joins": _joins_inside,
     "picks": _picks_inside,
+    "features": _computes_elements,
 }
 ROW_BY_ROW = {target: _CONDITIONS[name] for target, (name, _) in RULES.items() if name in _CONDITIONS}
 """By operator, whether a call treats all rows alike."""

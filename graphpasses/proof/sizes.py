@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 
 from graphpasses._torch.group_ranks import named_group
 from graphpasses.agreement import Told, is_alone
+from graphpasses.graph.size_arithmetic import size_expression
+from graphpasses.proof.columns import Columns, text
 from graphpasses.proof.core.axioms import AXIOMS, RULES
 from graphpasses.proof.core.values import Piece, Value, Values
 from graphpasses.proof.core.views import known_size
@@ -42,23 +46,34 @@ class Sizes:
         self._values = values
         self._told = told or {}
         self._known: dict[Hashable, int] = {}  # the numbers of sizes, by what fake tensors call them
+        self._row_counts: dict[Hashable, Hashable] = {}  # other names of numbers of rows
         self._brought: dict[Hashable, Value | None] = {}
+        # By what is sent what comes: a launch that no pass asked of is one that sends the same, as of one collective.
+        self._alike: dict[Hashable, Value | None] = {}
         # By what stands at a place here, what each rank told of what it has there; None where that is not one thing.
         self._at: dict[tuple[str, _Place], tuple[Term, ...] | None] = {}
         self._said: dict[Hashable, tuple[int, int]] = {}  # by what this rank told, what it sends
-        self.is_first = True  # whether the first graph is evaluated
-        self.wrong = ""  # what was said, or taken, to be equal and is not proved to be
+        self.columns = Columns(values)
+        self.wrong = ""  # what this rank told the others and is not so
 
     # ---- which nodes have one size --------------------------------------------------------------------------------
 
+    def begin_second(self) -> None:
+        """Says that the second graph is evaluated from now on."""
+        self.columns.is_first = False
+        self.columns.distrusted.clear()
+
     def named(self, node: fx.Node, fake: Any, value: Value) -> Value:
-        """Returns the number of a size: fake tensors call what is equal alike, and what is read must be equal."""
-        text = known_size(fake)
-        if type(text) is int:
+        """Returns the number of a size: fake tensors call what is equal alike.
+
+        What is read may have been given another's name; no name that has it in it says anything from then on.
+        """
+        name = known_size(fake)
+        if type(name) is int or not self.columns.trusts(fake.node.expr):
             return value
-        known = self._known.setdefault((fake.node.shape_env, text), value.number)
+        known = self._known.setdefault((fake.node.shape_env, name), value.number)
         if node.target == READ and known != value.number:
-            self.wrong = self.wrong or f"{node.name} is taken for the size {text}"
+            self.columns.distrusted |= fake.node.expr.free_symbols
             return value
         return self._values[known]
 
@@ -68,6 +83,19 @@ class Sizes:
             return None
         key = self._values.key(tensor.pieces[0].source)
         return self._values[key[2]] if key[0] == "number" else None
+
+    def row_count(self, size: Hashable) -> Hashable:
+        """Returns the name of a number of rows, one for those that are equal; None if it may be another's."""
+        if self.columns.distrusted and {*map(str, self.columns.distrusted)} & {*re.findall(r"\w+", str(size))}:
+            return None
+        return self._row_counts.get(size, size)
+
+    def join_bags(self, offsets: Sequence[Any], num_features: Sequence[int], lengths: Any) -> None:
+        """Notes how many bags of each feature a call has that joins bags, if all that it joins have as many."""
+        bags = [sympy.expand(size_expression(ends.shape[0]) - 1) for ends in offsets]
+        sizes = {sympy.expand(size / number) for size, number in zip(bags, num_features, strict=True)}
+        if len(sizes) == 1 and self.columns.trusts(*sizes):
+            self._row_counts[known_size(lengths.shape[1])] = text(*sizes)
 
     # ---- which other ranks tell -----------------------------------------------------------------------------------
 
@@ -82,7 +110,11 @@ class Sizes:
             return None
         key = name, sent.number, size, group  # others may send otherwise where this rank sends the same
         if key not in self._brought:
-            self._brought[key] = self._received(name if self.is_first else "", sent, size, group)
+            told = self._told.get(group)
+            found = self._alike.get(key[1:]) if name and told and name not in told.launches else None
+            found = found or self._received(name if self.columns.is_first else "", sent, size, group)
+            self._brought[key] = found
+            self._alike[key[1:]] = found if self._alike.get(key[1:], found) is found else None
         return self._brought[key]
 
     def _received(self, name: str, sent: Value, size: int, group: str) -> Value:

@@ -11,6 +11,7 @@ from torch import Tensor
 import graphpasses.proof.prove  # noqa: F401  its modules register their axioms
 from graphpasses.graph import WAIT
 from graphpasses.identity import same_bits
+from graphpasses.ops.join_lookups import JOIN_FEATURES, SPLIT_FEATURES
 from graphpasses.ops.pack_all_to_all import pack_all_to_all, unpack_all_to_all
 from graphpasses.ops.size_tensor import SIZE_TENSOR
 from graphpasses.proof import elements
@@ -78,6 +79,8 @@ CASES = {
     aten.add.Tensor: [(X, Y), (X, X)],
     aten.sub.Tensor: [(X, Y), (X, X)],
     aten.view.dtype: [(X, torch.uint8)],
+    JOIN_FEATURES: [([X, Y], 4)],
+    SPLIT_FEATURES: [(X, [2, 4], [4, 4])],
     SIZE_TENSOR: [([3, 0, 3, 7], torch.int64, torch.device("cpu")), ([2], torch.int32, torch.device("cpu"))],
 }
 DTYPES = {
@@ -120,6 +123,7 @@ def test_every_rule_and_every_axiom_has_a_case() -> None:
         "exact kernels",  # tests/fusion
         "rows",  # test_rows.py
         "exchanged sizes",  # test_sizes.py
+        "columns side by side",  # test_columns.py
     } == AXIOMS.keys()
 
 

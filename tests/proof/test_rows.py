@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from graphpasses._torch import pytree
 from graphpasses.capture import capture_train_step
 from graphpasses.graph import WAIT
+from graphpasses.ops.join_lookups import JOIN_FEATURES, SPLIT_FEATURES
 from graphpasses.proof.core.values import Value, Values
 from graphpasses.proof.movement import IDENTITIES
 from graphpasses.proof.rows import ROW_BY_ROW, by_row
@@ -20,12 +21,14 @@ from tests.proof.code import Code, Model, X, answer
 from tests.proof.materialized import materialized
 
 aten = torch.ops.aten
-A, B, C, COLUMN = "a", "b", "c", "column"
+A, B, C, COLUMN, NUM_ROWS = "a", "b", "c", "column", "number of rows"
 SHAPES = {A: (6,), B: (6,), C: (2, 3), COLUMN: (1,)}  # of rows
 
 ALIKE: list[tuple[Any, ...]] = [
     *((target, C, [-1, 6]) for target in (aten.view.default, aten.reshape.default, aten._unsafe_view.default)),
     (aten.view_copy.default, A, [-1, 3, 2]),
+    (aten.view.default, C, [-1]),
+    (aten.view.default, A, [-1, 2]),
     *(
         (target, COLUMN, *dim)
         for target, *dim in ((aten.squeeze.default,), (aten.squeeze.dim, 1), (aten.squeeze.dims, [1]))
@@ -51,9 +54,10 @@ ALIKE: list[tuple[Any, ...]] = [
     (aten.copy.default, A, B),
     *((target, A, 3.0) for target in (aten.mul.Scalar, aten.div.Scalar, aten.mul.Tensor, aten.div.Tensor)),
     *((target, A, B) for target in (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor)),
+    (JOIN_FEATURES, [A, B], NUM_ROWS),
+    (SPLIT_FEATURES, A, [2, 4], [NUM_ROWS, NUM_ROWS]),
 ]
 OTHERS: list[tuple[Any, ...]] = [
-    (aten.view.default, C, [-1]),
     (aten.view.default, A, [2, -1]),
     (aten.unsqueeze.default, A, 0),
     (aten.t.default, A),
@@ -69,6 +73,8 @@ OTHERS: list[tuple[Any, ...]] = [
     (aten.add.Tensor, A, COLUMN),
     (aten.mul.Tensor, A, "a vector"),
     (aten.tanh.default, A),
+    (JOIN_FEATURES, [A, B], 7),
+    (SPLIT_FEATURES, A, [2, 4], [NUM_ROWS, 1]),
 ]
 
 
@@ -81,10 +87,11 @@ def said(target: Any, args: Any) -> tuple[Values, Any]:
     )
     with mode:
         fakes = {name: torch.empty(rows.shape[0], *shape) for name, shape in SHAPES.items()}
-        fakes["a vector"] = torch.empty(6)
+        fakes |= {"a vector": torch.empty(6), NUM_ROWS: rows.shape[0]}
         result = target(*_given(args, fakes))
     size = str(rows.shape[0])
     known = {name: values.other(("input", name), torch.float32, (size, shape)) for name, shape in SHAPES.items()}
+    known[NUM_ROWS] = values.other((NUM_ROWS,))
     known["a vector"] = values.tensor(torch.float32, (6,), values.source(("input", "a vector"), 6))
     if target not in ROW_BY_ROW:
         return values, None
@@ -102,11 +109,12 @@ def test_each_row_is_what_the_operator_makes(case: Any) -> None:
     found = found if isinstance(found, list) else [found]
     for num_rows in (2, 3, 7):
         inputs = {name: torch.randn(num_rows, *shape) for name, shape in SHAPES.items()}
-        made = target(*_given(args, inputs))
+        made = target(*_given(args, {**inputs, NUM_ROWS: num_rows}))
         for value, result in zip(found, [*made] if isinstance(made, (list, tuple)) else [made], strict=True):
             for index in range(num_rows):
                 of_row = {name: x[index].clone() for name, x in inputs.items()}
-                assert torch.equal(materialized(values, row_of(values, value), of_row)[0], result[index])
+                expected = materialized(values, row_of(values, value), of_row)  # one row, or several
+                assert torch.equal(expected, result[index * len(expected) :][: len(expected)])
 
 
 def row_of(values: Values, value: Any) -> Value:
