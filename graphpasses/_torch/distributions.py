@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest import mock
 
 import torch
 
@@ -14,20 +14,33 @@ _INVALID = (
     "found invalid values, as nan"
 )
 
+_LOCK = threading.Lock()
+_inside: list[int] = []  # the threads in the block, which may be ranks that take turns
+_is_all_true = torch._is_all_true
+
 
 @contextmanager
 def checks_asserted() -> Iterator[None]:
-    """Has distributions whose ``validate_args`` is on, as it is by default, assert that all is valid.
+    """Has distributions whose ``validate_args`` is on, as it is by default, assert in this thread that all is valid.
 
     They read the answer, and raise; a graph has an operator that raises. What is asserted is no decision.
     """
-    original = torch._is_all_true
-
-    def all_true(values: torch.Tensor) -> torch.Tensor:
-        answer = original(values)
-        if sys._getframe(1).f_globals["__name__"].startswith("torch.distributions."):
-            torch._assert_async(answer, _INVALID)
-        return answer
-
-    with mock.patch.object(torch, "_is_all_true", all_true):
+    thread = threading.get_ident()
+    with _LOCK:
+        _inside.append(thread)
+        torch._is_all_true = _asserted
+    try:
         yield
+    finally:
+        with _LOCK:
+            _inside.remove(thread)
+            if not _inside:
+                torch._is_all_true = _is_all_true
+
+
+def _asserted(input: torch.Tensor) -> torch.Tensor:
+    answer = _is_all_true(input)
+    asking = sys._getframe(1).f_globals["__name__"]
+    if threading.get_ident() in _inside and asking.startswith("torch.distributions."):
+        torch._assert_async(answer, _INVALID)
+    return answer

@@ -24,6 +24,7 @@ from graphpasses._torch.schemas import inner_names, is_tensor_subclass
 from graphpasses._torch.symbols import as_number, bound_symbols, value_at
 from graphpasses.analysis.effects import Effects, operator_effects
 from graphpasses.errors import CaptureError
+from graphpasses.fbgemm.names import SIZED_BY_OFFSETS
 from graphpasses.graph import GraphInput, InputKind
 from graphpasses.graph.batch import Varying
 from graphpasses.graph.guards import NO_DECISION, Decision, Guards, Symbol, run_nodes
@@ -217,8 +218,7 @@ def _state(model: nn.Module) -> Iterator[tuple[GraphInput, torch.Tensor]]:
 _SIZED_BY = {
     "aten.index.Tensor": 1,
     "aten.masked_select.default": 1,
-    "fbgemm.dense_to_jagged_forward.default": 1,
-    "fbgemm.dense_to_jagged.default": 1,
+    **SIZED_BY_OFFSETS,
 }
 
 

@@ -22,6 +22,9 @@ FUSED_OPTIMIZERS = {f"{FBGEMM}.{_FUSED_LOOKUP.format(name)}": name for name in (
 BOUNDS_CHECK = f"{FBGEMM}.bounds_check_indices.default"
 TRACED_LOOKUP = re.compile(rf"{FBGEMM}\.split_embedding_(nobag_)?codegen_forward_\w+_pt2_wrapper\.default")
 
+# What cuts a dense tensor: the sizes of the result follow from the values of this argument, and the others' shapes.
+SIZED_BY_OFFSETS = {f"{FBGEMM}.dense_to_jagged_forward.default": 1, f"{FBGEMM}.dense_to_jagged.default": 1}
+
 
 def fused_lookup(optimizer: str) -> Any:
     """Returns the lookup whose backward updates the tables, by FBGEMM's name of the update, once FBGEMM is loaded."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import fx, nn
 from torch.distributions import Normal
 
+from graphpasses._torch.distributions import checks_asserted
 from graphpasses.capture import capture_train_step
 from graphpasses.capture.guards import certain_value
 from graphpasses.errors import CaptureError
@@ -50,8 +52,31 @@ def test_near_misses() -> None:
 def policy_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """As PPO has it: a distribution whose parameters a model computes checks them, and what it is asked about."""
     mean, deviation = model(x).unbind(1)
-    policy = Normal(mean, deviation.exp())
+    policy = Normal(mean, deviation.exp(), validate_args=True)  # the default, until Dynamo sets another
     return -policy.log_prob(policy.sample() + 1).mean() - policy.entropy().mean()
+
+
+def test_checks_are_asserted_in_the_threads_that_ask_for_it() -> None:
+    """Ranks that are threads take turns, so that who began first may end first."""
+    before, first, second = torch._is_all_true, checks_asserted(), checks_asserted()
+    invalid = torch.tensor(-1.0)
+
+    def refusal() -> type[Exception] | None:
+        try:
+            Normal(0.0, invalid, validate_args=True)
+        except (RuntimeError, ValueError) as error:
+            return type(error)
+        return None
+
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        one.submit(first.__enter__).result()
+        other.submit(second.__enter__).result()
+        one.submit(first.__exit__, None, None, None).result()
+        refusals = [each.submit(refusal).result() for each in (one, other)]
+        other.submit(second.__exit__, None, None, None).result()
+        assert refusals == [ValueError, RuntimeError]
+        assert other.submit(refusal).result() is ValueError
+    assert torch._is_all_true is before
 
 
 def test_distributions_check_what_parameters_compute() -> None:
