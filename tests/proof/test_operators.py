@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from graphpasses.proof.core.operators import SAMPLE_BY_SAMPLE, is_element_by_element, is_free_of_offset, name_of
 from graphpasses.proof.spelling import plain_call
+from tests.proof.code import Code, Make, answer, capture_model
 from tests.proof.numbers import FLOATS, random_bits, same_but_nans
 
 aten = torch.ops.aten
+ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 SIZE = 71  # several vectors, and a tail
 OFFSETS = range(17)
 SLOW = ("polynomial", "zeta")  # they count to a number that they are given: random ones take years
@@ -182,3 +184,26 @@ def test_attention_finds_one_sample_whatever_its_stride(dtype: torch.dtype) -> N
     expected = run(640)
     for stride in (0, 1, 7, 16, 1 << 40):
         assert all(map(torch.equal, expected, run(stride)))
+
+
+def of_one_sample(is_turned: bool, function: str) -> Make:
+    """Gives an operator one sample, whose first stride says nothing."""
+
+    def make(code: Code) -> fx.Node:
+        flat = code.mul_Tensor(code.x, code.x)
+        turned = code.transpose_int(code.view_default(flat, [2, 1, 4, 8]), 0, 1)
+        x = turned if is_turned else code.view_default(flat, [1, 2, 4, 8])
+        if function == "bmm":
+            rows = code.select_int(x, 1, 0)
+            return code.bmm_default(rows, code.transpose_int(rows, 1, 2))
+        return code.tanh_default(code.item(code.call(ATTENTION, x, x, x), 0))
+
+    return make
+
+
+def test_the_stride_of_one_sample() -> None:
+    captured = capture_model()
+    plain, turned = (lambda function, is_turned=each: of_one_sample(is_turned, function) for each in (False, True))
+    assert answer(captured, plain("attention"), turned("attention")) == "proved"
+    # Products of matrices may choose kernels by it.
+    assert answer(captured, plain("bmm"), turned("bmm")) != "proved"
