@@ -6,8 +6,12 @@ import pytest
 import torch
 from torch import fx, nn
 
+from graphpasses.capture import capture_train_step
 from graphpasses.graph import nodes
 from graphpasses.graph.nodes import constant_bits, read_constants
+from graphpasses.identity import same_bits
+from graphpasses.passes import DeduplicateShared
+from graphpasses.passes.runner import Pipeline
 
 
 class Module(nn.Module):
@@ -51,3 +55,21 @@ def test_a_graph_is_its_calls_and_constants() -> None:
     one, two, other = (fx.symbolic_trace(Module(torch.full((1,), number))) for number in (1.0, 1.0, 2.0))
     assert constant_bits(one) == constant_bits(two)
     assert constant_bits(one) != constant_bits(other)
+
+
+def test_a_sparse_constant_passes_the_checks_between_passes() -> None:
+    """The tracer gives it no fake value."""
+    adjacency, x = torch.tensor([[0.0, 2.0], [1.0, 0.0]]).to_sparse(), torch.randn(2, 3)
+    model = nn.Linear(3, 1)
+
+    def loss_fn(model: nn.Module, x: torch.Tensor, graph: torch.Tensor = adjacency) -> torch.Tensor:
+        return torch.sparse.mm(graph, model(x)).square().mean()
+
+    step = Pipeline((DeduplicateShared(),)).run(capture_train_step(loss_fn, model, x))
+    loss, grad = step(x), model.weight.grad
+    model.zero_grad()
+    expected = loss_fn(model, x)
+    expected.backward()  # type: ignore[no-untyped-call]
+    assert same_bits(loss, expected.detach())
+    assert torch.equal(grad, model.weight.grad)  # type: ignore[arg-type]
+    assert not same_bits(loss, loss_fn(model, x, 2 * adjacency).detach())
