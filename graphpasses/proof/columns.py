@@ -75,7 +75,10 @@ class Columns:
 
     def send(self, sent: Value, num_rows: Any, rows: Sequence[Sequence[Value]]) -> None:
         """Notes that a tensor has, rank after rank, some columns of all rows, which lie side by side."""
-        self._by_rank[sent.number] = [Part(num_rows, self._side_by_side(of_rank)) for of_rank in rows]
+        nothing = self._values.moved(sent.dtype, (1, 0), ())  # for a rank that has no such tables
+        self._by_rank[sent.number] = [
+            Part(num_rows, self._side_by_side(of_rank) if of_rank else nothing) for of_rank in rows
+        ]
 
     def launch(
         self, sent: Value, brought: Value, sizes: Sequence[Sequence[Any]], own: int, kind: Hashable, unit: int

@@ -20,6 +20,7 @@ from graphpasses.ops.join_lookups import JOIN_FEATURES, SPLIT_FEATURES
 from graphpasses.ops.pack_all_to_all import PACK_POOLED_EMBEDDINGS
 from graphpasses.passes import BucketAllToAll, BucketPooledAllToAll, EliminateSplitCat
 from graphpasses.passes.runner import Pipeline
+from graphpasses.proof.prove import prove
 from tests.helpers.all_to_alls import capture, exchange
 
 aten = torch.ops.aten
@@ -139,3 +140,13 @@ def test_what_is_wrong_is_not(change: Callable[[TrainGraph], None]) -> None:
         change(after)
         with suppress(ProofError):
             assert gp.prove(before, after).unproved
+
+
+def test_a_rank_that_has_no_tables_is_sent_nothing() -> None:
+    def send(x: Tensor) -> list[Tensor]:
+        pooled = x.unsqueeze(1) * torch.arange(1.0, 3.0)
+        return [exchange(PACK_POOLED_EMBEDDINGS([pooled], [1, 0]), [6, 6], [pooled.numel(), 0])]
+
+    with fake_process_group(2):
+        graph = capture(send, torch.ones(3), stage=Stage.JOINT)
+        assert prove(graph, graph.copy()).proved
