@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import sys
 import time
@@ -37,6 +38,7 @@ def main(
     num_graphs: int | None = None,
     num_shrunk: int = 3,
     out: Path | None = None,
+    device: Literal["cpu", "cuda"] = "cpu",
 ) -> int:
     """Rewrites random training steps at random, and compares what the proof says with a run, bit for bit.
 
@@ -49,8 +51,12 @@ def main(
         num_graphs: so many programs at most.
         num_shrunk: of each kind of rewrite so many disagreements are shrunk and printed.
         out: folder for the scripts that show where the proof was wrong.
+        device: on which steps run; a GPU with torch's deterministic algorithms, without lookups and collectives.
     """
     torch.set_num_threads(1)
+    if device == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by the first product
+        torch.use_deterministic_algorithms(True)
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # calls that cannot run
     console = make_console()
     if what == "right":
@@ -62,7 +68,7 @@ def main(
     for index in range(sys.maxsize if num_graphs is None else num_graphs):
         if time.monotonic() - start > 60 * minutes:
             break
-        found = list(_attack(random.Random(f"{seed} {index}")))
+        found = list(_attack(random.Random(f"{seed} {index}"), device))
         done, refused = done + 1, refused + (not found)
         for kind, case, finding in found:
             counts[kind][finding.answer] += 1
@@ -97,12 +103,12 @@ def _right(console: Console) -> int:
     return int(counts["proved"] + counts["payload"] + counts["not proved"] < counts.total())
 
 
-def _attack(rng: random.Random) -> Iterator[tuple[str, Case, Finding]]:
+def _attack(rng: random.Random, device: str) -> Iterator[tuple[str, Case, Finding]]:
     """Yields of a random program some rewrites of each kind, and what came of them."""
-    program = random_program(rng, rng.randint(1, 6))
+    program = random_program(rng, rng.randint(1, 6), device)
     with program.captured() as step:
         if step is not None:
-            yield from _attack_step(rng, Case(program.lines, (), program.optimizer, program.rows), step)
+            yield from _attack_step(rng, Case(program.lines, (), program.optimizer, program.rows, device), step)
 
 
 def _attack_step(rng: random.Random, case: Case, step: TrainGraph) -> Iterator[tuple[str, Case, Finding]]:

@@ -25,17 +25,19 @@ class Case:
         rewrites: the classes of the rewrites, one after the other, as :func:`class_of` says.
         optimizer: whether the program's step has one.
         rows: whether the number of rows of its batch may vary.
+        device: on which the step runs.
     """
 
     lines: tuple[str, ...]
     rewrites: tuple[str, ...]
     optimizer: bool = False
     rows: bool = False
+    device: str = "cpu"
 
     @property
     def program(self) -> Program:
         """The program."""
-        return Program(self.lines, self.optimizer, self.rows)
+        return Program(self.lines, self.optimizer, self.rows, self.device)
 
     def findings(self) -> Iterator[tuple[TrainGraph, TrainGraph, Finding]]:
         """Yields the step, each rewritten one, and what the proof says; nothing where the program is none."""

@@ -81,11 +81,11 @@ STATEMENTS = {
         {x}.to(torch.{t}).to(torch.{t}) | {x}.long() | {x}.to(torch.uint8) | {x}.to(torch.int32) | {x}.half()
         {x}.to(torch.{t}, copy=True)""",
     "constants": """
-        torch.zeros(8) | torch.ones(8, 8) | torch.full((8,), {c}) | torch.tensor([1.0, -0.0, 3.0, 0.5])
-        torch.zeros_like({x}) | torch.ones(4).view(torch.int32) | torch.full_like({x}, {c}) | torch.eye(8)
-        torch.arange(8.0) | {x}.new_zeros(8)""",
+        torch.zeros(8{on}) | torch.ones(8, 8{on}) | torch.full((8,), {c}{on}) | {x}.new_zeros(8) | torch.eye(8{on})
+        torch.zeros_like({x}) | torch.ones(4{on}).view(torch.int32) | torch.full_like({x}, {c})
+        torch.arange(8.0{on}) | torch.tensor([1.0, -0.0, 3.0, 0.5]{on})""",
     "random": """
-        F.dropout({x}) | torch.rand_like({x}) | {x} + torch.randn_like({x}) | torch.rand(8)
+        F.dropout({x}) | torch.rand_like({x}) | {x} + torch.randn_like({x}) | torch.rand(8{on})
         torch.bernoulli({x}.detach().sigmoid()) | {x}.detach().clone().uniform_()""",
     "collectives": """
         c10d.wait_tensor(c10d.all_reduce({x}.detach(), "sum", "0"))
@@ -98,7 +98,7 @@ STATEMENTS = {
         {x}.index_add(0, i, {y}) | {x}.index_put((i,), {y}) | {x}.gather(0, i[:, None])""",
 }
 """By kind: ``{x}``, ``{y}`` are values, ``{r}`` is one that has rows, ``{s}`` state, ``{c}`` a number, ``{k}`` a
-small integer, ``{d}`` a dim."""
+small integer, ``{d}`` a dim, ``{on}`` says on which device a tensor is made."""
 
 _SCOPE = {"torch": torch, "nn": nn, "F": F, "c10d": torch.ops._c10d_functional}
 _CONSTANTS = ("0.0", "-0.0", "1.0", "2.0", "0.5", "0.1", "3", "-1.0", "1e-40", "1e30", "float('nan')")
@@ -113,11 +113,13 @@ class Program:
         lines: the statements; the last returns the loss.
         optimizer: whether AdamW updates the parameters in the step.
         rows: whether the number of rows of ``x`` may vary from call to call.
+        device: on which it runs.
     """
 
     lines: tuple[str, ...]
     optimizer: bool = False
     rows: bool = False
+    device: str = "cpu"
 
     @property
     def source(self) -> str:
@@ -146,16 +148,17 @@ class Program:
         try:
             exec(compile(self.source, "<program>", "exec"), scope)
             torch.manual_seed(0)
-            scope["Model"]()(*_batch()).backward()
+            scope["Model"]()(*_batch("cpu")).backward()  # where an index that is too large is an error of Python's
         except Exception:  # of a program from which statements were deleted anything may be wrong
             return None
-        model: nn.Module = scope["Model"]()
+        with torch.device(self.device):
+            model: nn.Module = scope["Model"]()
         adam = torch.optim.AdamW(model.parameters()) if self.optimizer else None
         try:
             return gp.capture_train_step(
                 _loss,
                 model,
-                *_batch(),
+                *_batch(self.device),
                 optimizer=adam,
                 check=False,
                 dynamic_shapes=({0: torch.export.Dim("rows")}, None) if self.rows else None,
@@ -169,30 +172,34 @@ def _loss(model: nn.Module, *batch: Tensor) -> Tensor:
     return loss
 
 
-def _batch() -> tuple[Tensor, Tensor]:
-    return torch.randn(8, 8), torch.tensor([1, 0, 1, 3])
+def _batch(device: str) -> tuple[Tensor, Tensor]:
+    return torch.randn(8, 8, device=device), torch.tensor([1, 0, 1, 3], device=device)
 
 
-def random_program(rng: random.Random, num_statements: int) -> Program:
-    """Makes a program each of whose statements runs.
+def random_program(rng: random.Random, num_statements: int, device: str = "cpu") -> Program:
+    """Makes a program each of whose statements runs on a CPU.
 
     Args:
         rng: decides.
         num_statements: so many, beside those that keep values in buffers, and the loss.
+        device: on which it is to run. On a GPU it has no collectives, which play on CPUs, and no lookups: an index
+            that is too large ends a process there.
     """
     with fake_process_group(2):
-        return _random_program(rng, num_statements)
+        return _random_program(rng, num_statements, device)
 
 
-def _random_program(rng: random.Random, num_statements: int) -> Program:
+def _random_program(rng: random.Random, num_statements: int, device: str) -> Program:
     scope: dict[str, Any] = {**_SCOPE, "self": SimpleNamespace()}
     torch.manual_seed(0)
     for name, value in STATE.items():
         setattr(scope["self"], name, eval(value, scope))
-    scope["x"], scope["i"] = _batch()
+    scope["x"], scope["i"] = _batch("cpu")
     kinds = [*STATEMENTS, "writes", "writes", "views"]
-    if rng.random() < 0.8:  # two ranks take longer
+    if rng.random() < 0.8 or device != "cpu":  # two ranks take longer
         kinds.remove("collectives")
+    if device != "cpu":
+        kinds.remove("lookups")
     favoured = rng.choices(kinds, k=3)  # programs are of different kinds
     rows = rng.random() < 0.25
     lines: list[str] = []
@@ -213,7 +220,7 @@ def _random_program(rng: random.Random, num_statements: int) -> Program:
             values.append(new)
         lines.append(line)
     lines += _ending(rng, scope, values)
-    return Program(tuple(lines), optimizer=rng.random() < 0.2, rows=rows)
+    return Program(tuple(lines), optimizer=rng.random() < 0.2, rows=rows, device=device)
 
 
 _STATEMENTS = {
@@ -242,6 +249,7 @@ def _fill(rng: random.Random, template: str, values: list[str], read: Sequence[s
         k=rng.randrange(4),
         d=rng.choice([0, 0, 1, -1]),
         t=rng.choice(_DTYPES),
+        on=", device=x.device",
     )
 
 

@@ -103,7 +103,9 @@ def _run(graph: TrainGraph, flavour: str, rank: int) -> Iterator[tuple[tuple[str
                     given |= {f"gradient {fqn}": gradient for fqn, gradient in named.items()}
                     later.run(*values(update.inputs, update.module))
                     given = {name: given[name] for name in given if not name.startswith("gradient ")}
-        left = {**outputs, **given, "the state of random numbers after the step": torch.get_rng_state()}
+        on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        drawn = torch.cat([torch.get_rng_state(), *on_gpus])
+        left = {**outputs, **given, "the state of random numbers after the step": drawn}
         for name, value in left.items():
             yield (name, f"step {number} of rank {rank}, {flavour} inputs"), _bits(value)
 
@@ -117,7 +119,7 @@ def _value(name: str, item: GraphInput, fake: Any, flavour: str) -> Any:
         value = torch.full_like(value, 3.0)
     if item.state == "exp_avg_sq":
         value = value.abs()
-    return torch.empty_strided(shape, strides, dtype=fake.dtype).copy_(value)
+    return torch.empty_strided(shape, strides, dtype=fake.dtype, device=fake.device).copy_(value)
 
 
 def _size(size: Any) -> Any:
@@ -153,7 +155,7 @@ def _named(graph: TrainGraph, outputs: Sequence[Any]) -> Iterator[tuple[str, Any
 def _bits(value: Any) -> tuple[object, object]:
     if not isinstance(value, Tensor):
         return value, value
-    flat = value.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
+    flat = value.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
     raw = flat.view(torch.uint8).numpy().tobytes()
     if not value.is_floating_point():
         return (value.dtype, value.shape, raw), raw

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -76,7 +77,7 @@ def captured(model: nn.Module, tokens: Tensor, **options: Any) -> gp.CapturedSte
 Gradients = Callable[[nn.Module, Tensor, int], Tensor]
 
 
-def record(path: Path, device: str, num_steps: int, start: Callable[[nn.Module, Tensor], Gradients]) -> None:
+def record(path: Path, device: str, num_steps: int, start: Callable[[nn.Module, Tensor], Gradients]) -> str:
     """Trains a new model, and records losses, gradients and weights of each step.
 
     Args:
@@ -84,16 +85,28 @@ def record(path: Path, device: str, num_steps: int, start: Callable[[nn.Module, 
         device: where.
         num_steps: optimizer steps.
         start: returns what leaves gradients in the model, and returns the loss.
+
+    Returns:
+        The median of the time that gradients take, and the peak of memory.
     """
     model, data = build(device), batches(device, num_steps)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     gradients = start(model, data[0])
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds = []
     with gp.ParityRecorder(path, run=path.stem) as recorder:
         for index, tokens in enumerate(data):
+            wait(device)
+            begin = time.perf_counter()
             loss = gradients(model, tokens, index)
+            wait(device)
+            seconds.append(time.perf_counter() - begin)
             optimizer.step()
             recorder.record(index, loss, model)
             optimizer.zero_grad()
+    cost = f"{1e3 * statistics.median(seconds):.1f} ms"
+    return cost + (f", peak {torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB" if device == "cuda" else "")
 
 
 def eager(model: nn.Module, tokens: Tensor) -> Gradients:
@@ -132,15 +145,18 @@ def compared(device: str, num_steps: int, runs: dict[str, Callable[[nn.Module, T
     is_right, found = True, []
     with world(device), tempfile.TemporaryDirectory() as folder:
         paths = {name: Path(folder) / f"{name.partition(',')[0]}.jsonl" for name in ("eager", *runs)}
-        for name, path in paths.items():
-            record(path, device, num_steps, eager if name == "eager" else runs[name])
+        costs = {
+            name: record(path, device, num_steps, eager if name == "eager" else runs[name])
+            for name, path in paths.items()
+        }
+        found.append(("eager", costs["eager"]))
         reference = gp.read_run(paths["eager"])
         for name in runs:
             comparison = gp.compare_runs(reference, gp.read_run(paths[name]))
             differs = comparison.divergence
             where = f"equal at {comparison.num_steps} steps" if differs is None else f"differs in step {differs.step}"
             is_right &= comparison.equal != name.startswith("control")
-            found.append((name, where))
+            found.append((name, where if name.startswith("control") else f"{where}; {costs[name]}"))
     return is_right, found
 
 

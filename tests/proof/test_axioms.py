@@ -22,6 +22,7 @@ from tests.proof.materialized import materialized
 from tests.proof.numbers import FLOATS, random_bits, same_but_nans
 
 aten = torch.ops.aten
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 ALL = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool)
 X, Y, Z = "x", "y", "z"  # of shapes (4, 6), (4, 6) and (2, 6)
 
@@ -129,10 +130,22 @@ def test_every_rule_and_every_axiom_has_a_case() -> None:
 
 @pytest.mark.parametrize("target", CASES, ids=str)
 def test_rule_says_what_the_operator_computes(target: object) -> None:
+    check_rule(target, "cpu")
+
+
+@pytest.mark.gpu
+def test_rules_say_what_operators_compute_on_a_gpu() -> None:
+    for target in CASES:
+        if target != SIZE_TENSOR:  # makes what the host knows
+            check_rule(target, "cuda")
+
+
+def check_rule(target: object, device: str) -> None:
     torch.manual_seed(0)
     num_compared = 0
     for dtype in DTYPES.get(target, ALL):
         inputs = inputs_of(dtype)
+        on_device = {name: x.to(device) for name, x in inputs.items()}
         values = Values()
         numbers: dict[str, object] = {
             name: values.tensor(dtype, tuple(x.shape), values.source(("input", name), x.numel()))
@@ -141,7 +154,9 @@ def test_rule_says_what_the_operator_computes(target: object) -> None:
         for args in CASES[target]:
             to = ALL if target == aten._to_copy.default else (dtype,)
             for kwargs in [{"dtype": each} for each in to] if target in TAKE_DTYPE else [{}]:
-                expected = target(*replaced(args, inputs), **kwargs)
+                if target in TAKE_DTYPE:
+                    kwargs["device"] = torch.device(device)
+                expected = target(*replaced(args, on_device), **kwargs)
                 found = RULES[target][1](values, expected, *replaced(args, numbers), **kwargs)
                 num_compared += compared(values, found, expected, inputs)
     assert num_compared
@@ -154,7 +169,7 @@ def compared(values: Values, found: object, expected: object, inputs: dict[str, 
     assert isinstance(found, Value)
     got = materialized(values, found, inputs)
     assert got.shape == expected.shape
-    assert same_but_nans(got, expected.contiguous())
+    assert same_but_nans(got, expected.cpu().contiguous())
     return 1
 
 
@@ -237,11 +252,12 @@ def test_sums_do_not_commute_with_unlike_moves() -> None:
     assert rule(values, fake, rule(values, fake, x, y), y) is not rule(values, fake, x, rule(values, fake, y, y))
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_elements_are_computed_alone(dtype: torch.dtype) -> None:
+def test_elements_are_computed_alone(dtype: torch.dtype, device: str) -> None:
     """In vectors and their tails, at every offset, with all kinds of numbers; a NaN may have another payload."""
     size = 71
-    x, y = (random_bits((size + 32,), dtype, seed) for seed in (0, 1))
+    x, y = (random_bits((size + 32,), dtype, seed).to(device) for seed in (0, 1))
     functions: list[Callable[[Tensor, Tensor], Tensor]] = [
         *(lambda a, _, to=to: a.to(to) for to in FLOATS),
         lambda a, _: a / 3,
@@ -259,9 +275,10 @@ def test_elements_are_computed_alone(dtype: torch.dtype) -> None:
             assert same_but_nans(function(x[offset : offset + 3], y[offset : offset + 3]), part[:3])
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_what_is_exact(dtype: torch.dtype) -> None:
-    x, y = (random_bits((1000,), dtype, seed) for seed in (0, 1))
+def test_what_is_exact(dtype: torch.dtype, device: str) -> None:
+    x, y = (random_bits((1000,), dtype, seed).to(device) for seed in (0, 1))
     assert same_but_nans(x * 1.0, x)
     assert same_but_nans(x / 1, x)
     assert same_but_nans(x.neg().neg(), x)
