@@ -182,8 +182,8 @@ def random_program(rng: random.Random, num_statements: int, device: str = "cpu")
     Args:
         rng: decides.
         num_statements: so many, beside those that keep values in buffers, and the loss.
-        device: on which it is to run. On a GPU it has no collectives, which play on CPUs, and no lookups: an index
-            that is too large ends a process there.
+        device: on which it is to run. On a GPU it has no collectives, which play on CPUs, and neither lookups
+            nor random numbers: an index that is too large, or a probability that is none, ends a process there.
     """
     with fake_process_group(2):
         return _random_program(rng, num_statements, device)
@@ -200,6 +200,7 @@ def _random_program(rng: random.Random, num_statements: int, device: str) -> Pro
         kinds.remove("collectives")
     if device != "cpu":
         kinds.remove("lookups")
+        kinds.remove("random")
     favoured = rng.choices(kinds, k=3)  # programs are of different kinds
     rows = rng.random() < 0.25
     lines: list[str] = []

@@ -150,7 +150,9 @@ class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
             flat = [torch.ops._c10d_functional.wait_tensor.default(each) for each in flat]
         for each in tree_leaves(results):
             if isinstance(each, torch.ScriptObject) and func.namespace == "c10d":
-                Work.unbox(each).wait()
+                work = Work.unbox(each)
+                if work is not None:  # NCCL has none of what later kernels of the stream wait for anyway
+                    work.wait()
         written = _written(func, given)
         seen = {id(each) for each in flat}
         for each in (*flat, *(tensor for _, tensor in written)):

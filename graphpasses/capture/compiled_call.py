@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _RUNNING: ContextVar[CompiledCall | None] = ContextVar("_RUNNING", default=None)
 # In the innermost call: graphs with collectives that ran.
 _PLACE: ContextVar[int] = ContextVar("_PLACE", default=0)
+_CASTS: ContextVar[set[int] | None] = ContextVar("_CASTS", default=None)
 
 
 class CompiledCall:
@@ -57,6 +58,12 @@ class CompiledCall:
         return _PLACE.get()
 
     @staticmethod
+    def casts() -> set[int]:
+        """Returns which weights the graphs of the innermost call have cast under autocast, by ``id``."""
+        casts = _CASTS.get()
+        return set() if casts is None else casts
+
+    @staticmethod
     def counted(compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps a compiled graph with collectives, so that the graphs that run after it have another place."""
 
@@ -77,7 +84,7 @@ class CompiledCall:
             for module in self._modules:
                 check_materialised(module, "before the first call of what torch.compile returned")
             self._is_checked = True
-        running, place = _RUNNING.set(self), _PLACE.set(0)
+        running, place, casts = _RUNNING.set(self), _PLACE.set(0), _CASTS.set(set())
         try:
             with record_graph_breaks() as graph_breaks:
                 if (around := running_ddp()) is not None and orders_buckets(around):
@@ -96,6 +103,7 @@ class CompiledCall:
         finally:
             _RUNNING.reset(running)
             _PLACE.reset(place)
+            _CASTS.reset(casts)
             if graph_breaks:
                 self._report.graph_breaks += graph_breaks
                 self._report.write()

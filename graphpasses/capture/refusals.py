@@ -92,6 +92,11 @@ _REFUSED_TRACES = {
         "loss_fn gives a tensor for a size at {line}, and none has a value while a step is traced; write "
         "tensor.item(). Modules of torch do so for a PackedSequence: give them padded tensors"
     ),
+    # As the tracer says of the memory that cuDNN gives all weights of a layer.
+    "argument of type: <class 'torch.storage.UntypedStorage'>": (
+        "loss_fn calls an operator at {line} that makes a tensor of other tensors' memory, as an LSTM, a GRU or an "
+        "RNN that runs in cuDNN: turn cuDNN off in both runs, with torch.backends.cudnn.set_flags(False)"
+    ),
     # As Tensor.numpy says of a tensor that is traced.
     ".numpy() is not supported": (
         "loss_fn reads a tensor's values at {line} by NumPy, and there are none while a step is traced. Compute with "

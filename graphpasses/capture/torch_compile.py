@@ -17,6 +17,7 @@ from graphpasses._torch.compile_backend import Backend
 from graphpasses._torch.dynamo import guard_condition
 from graphpasses._torch.module_hooks import global_hook_ids, hook_ids
 from graphpasses.analysis.effects import launches_collective
+from graphpasses.capture.autocast_casts import cast_once, check_cast_once
 from graphpasses.capture.compile_options import CompileOptions, Inner
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.capture.compiled_call import CompiledCall
@@ -128,6 +129,7 @@ def _compile(
         return result
 
     _guard_hooks(module, model)
+    casts = cast_once(module)
     captured = read_model_graph(module, model, remembered, CompiledCall.place())
     communicates = any(map(launches_collective, captured.graph.nodes))
     check_lookups(captured)
@@ -159,12 +161,15 @@ def _compile(
         compiled = compile_inductor(rewritten.module, fakes, stages, digest, keep_order=communicates)
     checks, input_checks = tuple(rewritten.checks), tuple(rewritten.input_checks)
     backward_checks = tuple(rewritten.backward_checks)
+    cast_names = {index: captured.inputs[index].fqn for index in casts if options.inner == "aot_eager"}
 
     def call(*values: Any) -> Any:
         for check in checks:
             check()
         for check_inputs in input_checks:
             check_inputs(values)
+        if cast_names:
+            check_cast_once({name: values[index] for index, name in cast_names.items()}, CompiledCall.casts())
         outputs = compiled(*[values[index] for index in given], *added)
         return _checked(outputs, backward_checks) if backward_checks else outputs
 

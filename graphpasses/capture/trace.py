@@ -23,6 +23,7 @@ from graphpasses._torch.in_place_collectives import collectives_with_waits
 from graphpasses._torch.module_answers import answers_as_in_eager, mark_parameters
 from graphpasses._torch.operator_calls import OperatorCalls
 from graphpasses._torch.recorded_operator import MODULE_FQN, Operator
+from graphpasses._torch.schemas import is_tensor_subclass
 from graphpasses._torch.step_tracer import TRACING, TracedFunction, trace_with_torch
 from graphpasses._torch.symbols import each_size_its_own, mark_dims
 from graphpasses.capture import refusals
@@ -107,7 +108,7 @@ def trace_step(
             held_traced(state, dict(named_state(model)), held),
         ):
             with (
-                _autocast_refused(),
+                _autocast_cached(model),
                 other_models_refused(model),
                 compiled_calls_raise(),
                 _module_names_traced(model),
@@ -264,27 +265,36 @@ def _module_names_traced(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _autocast_refused() -> Iterator[None]:
+def _autocast_cached(model: nn.Module) -> Iterator[None]:
+    """Lets autocast keep its casts of weights, as it does in eager, and refuses it where a trace would not follow."""
+    devices = {parameter.device.type for parameter in model.parameters() if parameter.requires_grad}
+    why = ""
+    if any(map(torch.is_autocast_enabled, devices)):
+        why = "autocast is on around the step, and keeps a weight's cast from call to call. Enter it in loss_fn"
+    elif any(map(is_tensor_subclass, model.parameters())):
+        why = (
+            "loss_fn runs a sharded model under autocast, which casts a weight once for all its uses and adds their "
+            "gradients in the low precision; a captured step cannot follow. Use FSDP2's MixedPrecisionPolicy, "
+            "simple_fsdp(param_dtype=...)"
+        )
+
     def check(module: nn.Module, *_: object) -> None:
         # What autocast keeps: casts of float32 leaves. FSDP2's policy may have made others of them already; it has
         # not freed them yet.
         cast = [each for each in module.parameters(recurse=False) if each.dtype == torch.float32]
         devices = {parameter.device.type for parameter in cast if parameter.requires_grad}
         if torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, devices)):
-            raise CaptureError(
-                "loss_fn runs under autocast, which casts a weight once for all its uses and adds their gradients "
-                "in the low precision; a captured step cannot follow. Use simple_fsdp(param_dtype=...) and FSDP2's "
-                "MixedPrecisionPolicy, or torch.autocast(..., cache_enabled=False) in both runs"
-            )
+            raise CaptureError(f"{why}, or torch.autocast(..., cache_enabled=False) in both runs")
 
-    # The tracer turns autocast's cache off, and with it what tells a default autocast from one without a cache.
+    # The tracer turns the cache off.
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(True)
-    handle = register_module_forward_hook(check)
+    handle = register_module_forward_hook(check) if why else None
     try:
         yield
     finally:
-        handle.remove()
+        if handle is not None:
+            handle.remove()
         torch.set_autocast_cache_enabled(cached)
 
 

@@ -155,23 +155,6 @@ def test_casts_are_kept_apart() -> None:
     assert_equal_steps(model, loss_fn=loss_fn)
 
 
-def autocast_twice(cache_enabled: bool | None) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
-    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache_enabled):
-            return model(torch.tanh(model(x))).float().square().mean()
-
-    return loss_fn
-
-
-def test_autocast_with_its_cache_is_refused() -> None:
-    """Autocast casts a weight once for all its uses and adds their gradients in bf16."""
-    assert refusal(autocast_twice(None), nn.Linear(3, 3)) == (
-        "loss_fn runs under autocast, which casts a weight once for all its uses and adds their gradients in the low "
-        "precision; a captured step cannot follow. Use simple_fsdp(param_dtype=...) and FSDP2's "
-        "MixedPrecisionPolicy, or torch.autocast(..., cache_enabled=False) in both runs"
-    )
-
-
 def test_onednn_lstm_is_refused() -> None:
     if not torch.backends.mkldnn.is_available():
         pytest.skip("torch was built without oneDNN")
@@ -179,10 +162,6 @@ def test_onednn_lstm_is_refused() -> None:
         "the model has an LSTM that runs in oneDNN, whose backward cannot be run from a graph; turn oneDNN off in "
         "both runs, with torch.backends.mkldnn.set_flags(False)"
     )
-
-
-def test_autocast_without_a_cache() -> None:
-    assert_equal_steps(nn.Linear(3, 3), loss_fn=autocast_twice(False))
 
 
 def test_parameter_written_through_a_view() -> None:

@@ -145,6 +145,19 @@ def test_triton_s_kernel_makes_the_same_additions(device: str) -> None:
     assert "False" in done.stdout
 
 
+def test_triton_compiles_the_kernel_for_a_gpu() -> None:
+    """Without one: its interpreter takes what its compiler does not."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    from graphpasses.ops._tree_kernel import _add_groups
+
+    sizes = {"NUM_ROWS": 8, "NUM_LEVELS": 3, "BLOCK": 128}
+    kinds = {"rows": "*bf16", "sums": "*fp32", "num_elements": "i32", **dict.fromkeys(sizes, "constexpr")}
+    source = triton.compiler.ASTSource(fn=_add_groups, signature=kinds, constexprs=sizes)
+    assert "add" in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+
 def errors(num_ranks: int, numel: int = 4096) -> dict[str, float]:
     """Root-mean-square errors of sums of bfloat16, relative to those of float64, as the docs have them."""
     parts = [contribution(rank, numel) for rank in range(num_ranks)]

@@ -16,8 +16,9 @@ def materialized(values: Values, value: Value, inputs: dict[str, Tensor]) -> Ten
     assert value.dtype is not None
     assert value.shape is not None
     assert value.pieces is not None
-    result = torch.empty(value.numel, dtype=value.dtype)
-    written = torch.zeros(value.numel, dtype=torch.int32)
+    device = next(iter(inputs.values())).device
+    result = torch.empty(value.numel, dtype=value.dtype, device=device)
+    written = torch.zeros(value.numel, dtype=torch.int32, device=device)
     for piece in value.pieces:
         sizes = [size for size, _, _ in piece.dims]
         place = [step for _, step, _ in piece.dims]
@@ -37,7 +38,11 @@ def _data(values: Values, source: int, inputs: dict[str, Tensor]) -> Tensor:
         case "row":  # of an input, of which ``inputs`` has one row
             return _data(values, key[1], inputs)
         case "constant":
-            return torch.full((1,), float(key[2]) if key[3] is None else key[3], dtype=key[1])
+            number, (device, *_) = (
+                float(key[2]) if key[3] is None else key[3],
+                (each.device for each in inputs.values()),
+            )
+            return torch.full((1,), number, dtype=key[1], device=device)
         case "tensor":
             return materialized(values, values[key.parameters[0]], inputs).reshape(-1)
         case kind:

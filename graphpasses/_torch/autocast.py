@@ -1,0 +1,36 @@
+"""Private torch API behind the casts of autocast: its blocks in Dynamo graphs, and what it casts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ENTER, EXIT = _enter_autocast, _exit_autocast
+
+
+def casts_in(
+    call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], tensor: Tensor
+) -> list[torch.dtype]:
+    """Returns to what dtypes a call casts a tensor."""
+    casts: list[torch.dtype] = []
+
+    class Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._to_copy.default and args[0] is tensor:
+                casts.append(kwargs["dtype"])
+            return func(*args, **(kwargs or {}))
+
+    with Casts():  # type: ignore[no-untyped-call]
+        call(*args, **kwargs)
+    return casts
+
+
+def has_a_graph(target: Any) -> bool:
+    """Whether an operator calls a graph that it is given."""
+    return isinstance(target, HigherOrderOperator)
