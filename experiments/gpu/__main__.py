@@ -62,9 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{check.name} …", flush=True)
             results.append(_in_process(index, device, given.steps, given.timeout))
             print(f"  {results[-1].status} {results[-1].reason}", flush=True)
+            given.out.write_text(_page(results, device, given.steps))
     if not results:
         parser.error(f"no check contains {given.only!r}; there are: {', '.join(each.name for each in CHECKS)}")
-    given.out.write_text(_page(results, device, given.steps))
     print(f"wrote {given.out}")
     return int(any(result.status in ("WRONG", "failed") for result in results))
 
