@@ -1,61 +1,71 @@
-"""Formulas of autograd that look whether they are traced: a step gets eager's, or is refused.
+"""Formulas of autograd that look whether they are traced: a step gets eager's.
 
 That of a whole tensor's largest element writes the gradient into zeros in eager on a CPU, and multiplies it with a
-mask where it is traced, which gives zeros another sign, and NaN where the gradient is infinite. That of a product
-asks for elements that are zero. Source: ``FunctionsManual.cpp``, ``evenly_distribute_backward``, ``prod_backward``.
+mask where it is traced, which gives zeros another sign, and NaN where the gradient is infinite. Those of products ask
+in eager for elements that are zero. Source: ``FunctionsManual.cpp``, ``evenly_distribute_backward``,
+``prod_backward``, ``cumprod_backward``.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 from torch import fx
 
 from graphpasses.analysis.backward import is_backward
 from graphpasses.errors import CaptureError
-from graphpasses.graph.nodes import argument, fake_value, named_call
+from graphpasses.graph.nodes import fake_value, named_call
+from graphpasses.ops.eager_gradient import EAGER_GRADIENT
 
 aten = torch.ops.aten
 
-_ELEMENTS = (aten.max.default, aten.min.default, aten.median.default, aten.nanmedian.default)
-_PRODUCTS = (aten.prod.default, aten.prod.dim_int)
+_LOOK = {
+    *(aten.max.default, aten.min.default, aten.median.default, aten.nanmedian.default),
+    *(aten.prod.default, aten.prod.dim_int, aten.cumprod.default),
+}
 
 
-def give_eagers_formulas(module: fx.GraphModule) -> None:
-    """Rewrites the formulas in a traced step that eager computes otherwise; raises where eager decides by values."""
-    if not any(module.graph.find_nodes(op="call_function", target=each) for each in _ELEMENTS + _PRODUCTS):
+def give_eagers_formulas(graph: fx.Graph, is_backward: Callable[[fx.Node], bool] = is_backward) -> None:
+    """Lets a traced step, or a joint graph, compute by an operator of ours what autograd computes otherwise in eager.
+
+    ``is_backward`` says which nodes backward computes.
+    """
+    if not any(graph.find_nodes(op="call_function", target=each) for each in _LOOK):
         return
     # What computes no gradient has the number of what did before.
     calls: dict[object, fx.Node] = {}
-    for node in module.graph.nodes:
+    formulas: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
         if node.op != "call_function" or "seq_nr" not in node.meta:
             continue
         if not is_backward(node):
             calls.setdefault(node.meta["seq_nr"], node)
-            continue
-        if (call := calls.get(node.meta["seq_nr"])) is None:
-            continue
-        if call.target in _PRODUCTS:
-            raise CaptureError(
-                f"loss_fn calls {named_call(call)}, whose gradient autograd computes by another formula where an "
-                "element is zero, and by that one alone where it is traced. Multiply slices (x.unbind(dim)), or take "
-                "the last of cumprod"
-            )
-        if call.target in _ELEMENTS and node.target == aten.mul.Tensor:
-            _fill(module.graph, node, argument(call))
+        elif (call := calls.get(node.meta["seq_nr"])) is not None and call.target in _LOOK:
+            formulas[call].append(node)
+    for call, nodes in formulas.items():
+        _replace(graph, call, nodes, is_backward)
 
 
-def _fill(graph: fx.Graph, product: fx.Node, operand: fx.Node) -> None:
-    """Replaces a product of a mask and a number by zeros that the number is written into."""
-    if operand.meta["val"].device.type != "cpu":
-        return
-    mask, share = product.args
-    with graph.inserting_before(product):
-        options: dict[str, Any] = {"memory_format": torch.contiguous_format}
-        zeros = graph.call_function(aten.zeros_like.default, (operand,), options)
-        filled = graph.call_function(aten.masked_fill.Tensor, (zeros, mask, share))
-    for node in (zeros, filled):
-        node.meta.update({**product.meta, "val": fake_value(node)})
-    product.replace_all_uses_with(filled)
-    graph.erase_node(product)
+def _replace(graph: fx.Graph, call: fx.Node, formula: list[fx.Node], is_backward: Callable[[fx.Node], bool]) -> None:
+    inside = set(formula)
+    operands = {each for node in formula for each in node.all_input_nodes} - inside
+    given = [each for each in operands if is_backward(each) or each.target is EAGER_GRADIENT]
+    results = [node for node in formula if not inside.issuperset(node.users)]
+    if len(given) != 1 or len(results) != 1:
+        raise CaptureError(
+            f"loss_fn calls {named_call(call)}, whose gradient autograd computes by another formula where it is "
+            "traced, and which nodes of the trace that are cannot be told. Compute it with other operators"
+        )
+    (gradient,), (result,) = given, results
+    operand, *others = call.args
+    arguments = json.dumps(others), call.kwargs.get("dtype")
+    with graph.inserting_before(result):
+        name = str(call.target).removeprefix("aten.")
+        found = graph.call_function(EAGER_GRADIENT, (gradient, operand, name, *arguments))
+    found.meta.update({**result.meta, "val": fake_value(found)})
+    result.replace_all_uses_with(found)
+    for node in reversed(formula):
+        graph.erase_node(node)

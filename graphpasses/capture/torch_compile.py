@@ -16,12 +16,14 @@ from graphpasses._torch.aot_autograd import Stages, compile_aot_eager, compile_i
 from graphpasses._torch.compile_backend import Backend
 from graphpasses._torch.dynamo import guard_condition
 from graphpasses._torch.module_hooks import global_hook_ids, hook_ids
+from graphpasses.analysis.backward import backward_nodes
 from graphpasses.analysis.effects import launches_collective
 from graphpasses.capture.autocast_casts import cast_once, check_cast_once
 from graphpasses.capture.compile_options import CompileOptions, Inner
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.capture.compiled_call import CompiledCall
 from graphpasses.capture.compiled_graphs import ModelInputs, read_aot_graph, read_model_graph
+from graphpasses.capture.formulas import give_eagers_formulas
 from graphpasses.embedding.backward_checks import check_lookups
 from graphpasses.embedding.torchrec.fake_kernels import fake_kernels_if_loaded
 from graphpasses.embedding.torchrec.pipelines import check_pipeline
@@ -119,7 +121,7 @@ def _compile(
 ) -> Callable[..., Any]:
     report = options.report
     assert isinstance(report, CompileReport)
-    number = report.num_graphs
+    number, is_exact = report.num_graphs, options.inner == "aot_eager"
     report.num_graphs += 1
 
     def run(graph: Graph) -> Graph:
@@ -145,7 +147,10 @@ def _compile(
     )
 
     def rewrite(stage: Stage, gm: fx.GraphModule) -> None:
-        gm.graph = run(read_aot_graph(gm, stage, origin)).graph
+        graph = read_aot_graph(gm, stage, origin)
+        if stage is Stage.JOINT and is_exact:  # Inductor would trace into the operator
+            give_eagers_formulas(graph.graph, backward_nodes(graph).__contains__)
+        gm.graph = run(graph).graph
 
     at = functools.partial(functools.partial, rewrite)
     stages = Stages(at(Stage.JOINT), at(Stage.FORWARD), at(Stage.BACKWARD), fake_kernels_if_loaded)
@@ -153,7 +158,7 @@ def _compile(
     given = [index for index in kept if index < num_given]
     added = [rewritten.live[index] for index in kept if index >= num_given]
     fakes = [inputs[index] for index in given] + [node.meta["val"] for node in rewritten.placeholders[len(given) :]]
-    if options.inner == "aot_eager":
+    if is_exact:
         compiled = compile_aot_eager(rewritten.module, fakes, stages)
     else:
         facts = "\n".join(map(repr, (options.pipeline.uuid(), *rewritten.inputs)))
@@ -161,7 +166,7 @@ def _compile(
         compiled = compile_inductor(rewritten.module, fakes, stages, digest, keep_order=communicates)
     checks, input_checks = tuple(rewritten.checks), tuple(rewritten.input_checks)
     backward_checks = tuple(rewritten.backward_checks)
-    cast_names = {index: captured.inputs[index].fqn for index in casts if options.inner == "aot_eager"}
+    cast_names = {index: captured.inputs[index].fqn for index in casts if is_exact}
 
     def call(*values: Any) -> Any:
         for check in checks:

@@ -90,7 +90,7 @@ def read_step(
     it leaves in modules, under the FQNs ``left``.
     """
     _make_views(traced.gm)
-    give_eagers_formulas(traced.gm)
+    give_eagers_formulas(traced.gm.graph)
     identity = IdentityMap.of(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     kinds = [(InputKind.BATCH, path) for path, _ in batch_leaves]

@@ -1,15 +1,16 @@
-"""Formulas of autograd that look whether they are traced: the step has eager's bits, or is refused by name."""
+"""Formulas of autograd that look whether they are traced: the step has eager's bits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import graphpasses
 from graphpasses.capture import capture_train_step
-from graphpasses.errors import CaptureError
 from graphpasses.identity import same_bits
 
 X = torch.arange(1.0, 9.0).view(2, 4)
@@ -43,12 +44,69 @@ def test_one_element_of_all(name: str, value: str) -> None:
     assert same_bits(ours, model.bias.grad)
 
 
-def test_products() -> None:
-    """The example has zeros, by which both formulas give the same bits."""
-    model = nn.Linear(4, 3, bias=False)
-    for loss_fn in (lambda model, x: model(x).prod(), lambda model, x: model(x).prod(1).sum()):
-        with pytest.raises(CaptureError, match=r"loss_fn calls aten.prod.* whose gradient autograd computes by"):
-            capture_train_step(loss_fn, model, torch.zeros(2, 4), check=False)
+PRODUCTS: dict[str, Loss] = {
+    "prod": lambda y: y.prod().float(),
+    "prod of a dim": lambda y: y.prod(1, keepdim=True, dtype=torch.float64).float(),
+    "cumprod": lambda y: y.cumprod(1),
+    "twice": lambda y: y.cumprod(0).cumprod(1) * y.prod(),
+}
+
+
+class Scaled(nn.Module):
+    def __init__(self, function: Loss) -> None:
+        super().__init__()
+        self.scale, self._function = nn.Parameter(torch.ones(2, 4)), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._function(self.scale * x)
+
+
+def weighted(model: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    y = model(x)
+    return (y * torch.linspace(-0.5, 1.5, y.numel()).view(y.shape)).sum()
+
+
+def gradient(model: nn.Module, run: Callable[[], object]) -> torch.Tensor:
+    model.scale.grad = None
+    run()
+    assert isinstance(model.scale.grad, torch.Tensor)
+    return model.scale.grad
+
+
+def batches() -> list[torch.Tensor]:
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    return [x, x.relu(), x.round(), x / 0, torch.ones(2, 4)]
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products(name: str) -> None:
+    """Captured on ones, of which both formulas make the same bits."""
+    model = Scaled(PRODUCTS[name])
+    step = capture_train_step(weighted, model, torch.ones(2, 4), check=False)
+    for x in batches():
+        expected = gradient(model, lambda x=x: weighted(model, x).backward())
+        assert same_bits(gradient(model, lambda x=x: step(x)), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["prod", "twice", "max"])
+def test_compiled_products(name: str) -> None:
+    """Control: ``torch.compile`` alone has other bits."""
+    torch._dynamo.reset()
+    model = Scaled({**PRODUCTS, **ELEMENTS}[name])
+    compiled: dict[bool, Any] = {
+        True: graphpasses.compile(model, inner="aot_eager"),
+        False: torch.compile(model, backend="aot_eager"),
+    }
+    for ours, call in compiled.items():
+        equal = [
+            same_bits(
+                gradient(model, lambda x=x, call=call: weighted(call, x).backward()),
+                gradient(model, lambda x=x: weighted(model, x).backward()),
+            )
+            for x in batches()
+        ]
+        assert all(equal) == ours
 
 
 def test_products_without_a_gradient() -> None:

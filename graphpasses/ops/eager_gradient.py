@@ -1,0 +1,41 @@
+"""The gradient of one call of an operator, by the formula that autograd takes in eager."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from torch import Tensor
+
+from graphpasses.ops.define import define_operator
+
+
+def eager_gradient(gradient: Tensor, x: Tensor, operator: str, arguments: str, dtype: torch.dtype | None) -> Tensor:
+    """Calls an operator again, and returns the gradient of its first argument.
+
+    Args:
+        gradient: of the operator's result.
+        x: its first argument.
+        operator: of ATen, with its overload: ``"prod.dim_int"``.
+        arguments: the others, as a list in JSON.
+        dtype: what it is given by that name.
+
+    Example:
+        >>> eager_gradient(torch.tensor(1.0), torch.tensor([2.0, 3.0]), "prod.default", "[]", None)
+        tensor([3., 2.])
+    """
+    name, _, overload = operator.partition(".")
+    call = getattr(getattr(torch.ops.aten, name), overload)
+    options = {} if dtype is None else {"dtype": dtype}
+    leaf = x.detach().requires_grad_()
+    with torch.enable_grad():
+        result = call(leaf, *json.loads(arguments), **options)
+    (found,) = torch.autograd.grad(result, leaf, gradient)
+    return found
+
+
+EAGER_GRADIENT = define_operator(
+    "eager_gradient(Tensor gradient, Tensor x, str operator, str arguments, ScalarType? dtype) -> Tensor",
+    eager_gradient,
+    fake=None,  # below autograd there is none
+)
