@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.gpu import hashes, lookups, models, steps, tree
+from experiments.gpu import hashes, lookups, models, ranks, steps, tree
 from experiments.gpu.result import Check, Result, SkippedError
 from experiments.harness.versions import installed_versions
 from graphpasses.errors import UnsupportedError
@@ -24,6 +24,7 @@ from graphpasses.errors import UnsupportedError
 CHECKS = (
     Check("captured step against eager FSDP2, one rank", steps.parity),
     Check("the same, with clipping and AdamW in the step", steps.parity_with_optimizer),
+    Check("two and four ranks on one device", ranks.ranks_on_one_device),
     Check("models that others wrote", models.strangers_models),
     Check("the captured step in a CUDA graph", steps.cuda_graphs),
     Check("Inductor compiles the graphs", steps.inductor),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.backends import cudnn, mkldnn
+from torch.backends import cudnn
 
 import graphpasses as gp
 from graphpasses.errors import CaptureError, FidelityError
@@ -96,16 +96,13 @@ def _click_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Case:
-    """A model and its loss; ``autocast`` is the dtype of products, ``scaled`` whether a GradScaler is in the loop,
-    ``fused`` whether layers may run in cuDNN or oneDNN.
-    """
+    """A model and its loss; ``autocast`` is the dtype of products, ``scaled`` whether a GradScaler is in the loop."""
 
     build: Callable[[str], nn.Module]
     loss_fn: Callable[..., Tensor]
     autocast: torch.dtype | None = None
     images: int = 0
     scaled: bool = False
-    fused: bool = True
 
 
 _CASES = {
@@ -120,8 +117,7 @@ _CASES = {
         _vision("convnext_atto"), _image_loss, torch.float16, images=64, scaled=True
     ),
     "timm EfficientNet": _Case(_vision("efficientnet_b0"), _image_loss, images=64),
-    "LSTM, dropout, in cuDNN": _Case(lambda device: _Tagger(), _tag_loss),
-    "LSTM, dropout, not in cuDNN": _Case(lambda device: _Tagger(), _tag_loss, fused=False),
+    "LSTM, dropout": _Case(lambda device: _Tagger(), _tag_loss),
     "EmbeddingBags": _Case(lambda device: _Clicks(), _click_loss),
 }
 
@@ -140,7 +136,7 @@ def strangers_models(device: str, num_steps: int) -> tuple[bool, list[tuple[str,
             continue
         runs = {}
         try:
-            with cudnn.flags(case.fused, deterministic=True), mkldnn.flags(case.fused):
+            with cudnn.flags(True, deterministic=True):
                 for run in ("eager", "eager again", "captured", "control"):
                     runs[run] = _train(case, device, num_steps, run)
         except (gp.GraphPassesError, RuntimeError) as error:
