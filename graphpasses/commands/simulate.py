@@ -47,7 +47,8 @@ def simulate(
     """
     from graphpasses.errors import TopologyError, UnsupportedError
     from graphpasses.fsdp.layout import dtype_bytes
-    from graphpasses.simulate import ReductionPart, choose, reduction_parts
+    from graphpasses.simulate import choose
+    from graphpasses.simulate.nccl import ReductionPart, reduction_parts
     from graphpasses.simulate.trees import show_order
     from graphpasses.terminal import add_row, make_console, plain_table
 

@@ -10,7 +10,7 @@ from graphpasses.errors import TopologyError
 from graphpasses.simulate.communicators import groups_of_log
 from graphpasses.simulate.hardware import UNKNOWN_HARDWARE, Hardware
 from graphpasses.simulate.rings import Ring, Topology, Tree, fills_nodes
-from graphpasses.simulate.tuning_log import parse_tuning_log
+from graphpasses.simulate.tuning_log import learn, parse_tuning_log
 
 # "Channel 00/16 :    0   7   6 ..." but not "Channel 00/0 : 0[0] -> 1[1] via P2P".
 _CHANNEL_LINE = re.compile(r"Channel (\d+)/(\d+) *:((?: +\d+)+)[ \r]*$", re.MULTILINE)
@@ -26,31 +26,14 @@ _NOT_MODELLED = re.compile(r"NCCL_(LL_|LL128_)?BUFFSIZE|NCCL_(LL128_)?NTHREADS|N
 
 
 def parse_nccl_log(text: str) -> tuple[Ring, ...]:
-    """Reads the rings of one communicator from a log.
-
-    ``text`` is the output of a run with ``NCCL_DEBUG=INFO``, with any prefix before ``Channel cc/NN : 0 1 2 ...``.
-    Repeated lines are allowed if they agree. Rings come in channel order.
-
-    Raises:
-        TopologyError: no such line, a channel with two different rings (several communicators in one log),
-            a channel that is missing, or a line that is not a permutation of the ranks.
-
-    Example:
-        >>> parse_nccl_log("node0:7:9 [0] NCCL INFO Channel 00/01 :    0   1   3   2")
-        ((0, 1, 3, 2),)
+    """Reads the rings of one communicator from a log, in channel order.
 
     Source: NCCL ``src/graph/rings.cc`` (``ncclBuildRings`` prints the line on rank 0).
     """
     found: dict[int, Ring] = {}
     totals = set()
     for channel, total, ranks in _CHANNEL_LINE.findall(text):
-        ring = tuple(int(rank) for rank in ranks.split())
-        known = found.setdefault(int(channel), ring)
-        if known != ring:
-            raise TopologyError(
-                f"channel {channel} has two different rings in the log, {list(known)} and {list(ring)}; "
-                "keep the lines of one communicator"
-            )
+        learn(found, int(channel), tuple(map(int, ranks.split())), f"rings of channel {channel}")
         totals.add(int(total))
     if not found:
         raise TopologyError(
@@ -70,31 +53,16 @@ def parse_nccl_log(text: str) -> tuple[Ring, ...]:
 
 
 def parse_trees(text: str, num_ranks: int, num_channels: int) -> tuple[Tree, ...]:
-    """Reads the trees of one communicator from a log.
+    """Reads the tree of every channel of one communicator from a log of all ranks; () if not all of them are there.
 
-    ``text`` is the output of a run with ``NCCL_DEBUG=INFO``, with lines ``Trees [0] 1/-1/-1->0->-1 ...`` of all
-    ranks. Returns the tree of every channel; () if the lines of some ranks or channels are not in the log (NCCL
-    ends a line after 1023 characters).
-
-    Raises:
-        TopologyError: a rank has two different trees on one channel, or parents and children do not agree.
-
-    Example:
-        >>> parse_trees("[0] Trees [0] 1/-1/-1->0->-1\\n[1] Trees [0] -1/-1/-1->1->0", 2, 1)
-        (((1,), ()),)
-
-    Source: NCCL ``src/init.cc`` (``initTransportsRank``).
+    NCCL ends a line after 1023 characters. Source: NCCL ``src/init.cc`` (``initTransportsRank``).
     """
     found: dict[tuple[int, int], tuple[tuple[int, ...], int]] = {}
     for line in _TREES_LINE.findall(text):
         for entry in _TREE.findall(line):
             channel, *below, rank, parent = (int(number) for number in entry)
             own = tuple(child for child in below if child >= 0), parent
-            if found.setdefault((channel, rank), own) != own:
-                raise TopologyError(
-                    f"rank {rank} has two different trees on channel {channel} in the log; "
-                    "keep the lines of one communicator"
-                )
+            learn(found, (channel, rank), own, f"trees of rank {rank} on channel {channel}")
     if found.keys() != {(channel, rank) for channel in range(num_channels) for rank in range(num_ranks)}:
         return ()
     for (channel, rank), (children, _) in found.items():

@@ -26,7 +26,7 @@ from graphpasses._torch.process_group import (
 )
 from graphpasses.errors import ClusterError, TopologyError, UnsupportedError
 from graphpasses.simulate.arithmetic import ReduceOpName
-from graphpasses.simulate.collectives import reduce_parts, simulate_all_reduce, simulate_reduce_scatter
+from graphpasses.simulate.collectives import reduce_parts, simulate_reduce_scatter
 from graphpasses.simulate.nccl import Collective, reduction_parts
 from graphpasses.simulate.rings import Topology, default_topology
 from graphpasses.simulate.scheduler import Call, RankScheduler, current
@@ -243,8 +243,6 @@ class ThreadProcessGroup(RingProcessGroup):
             flats = [call.data for call in calls]
             if collective == "reduce_scatter":
                 results = simulate_reduce_scatter(flats, self.topology, op, factor=factor)
-            elif collective == "all_reduce":
-                results = [simulate_all_reduce(flats, self.topology, op, factor=factor)] * len(calls)
             else:
                 parts = reduction_parts(self.topology, collective, len(flat), flat.element_size(), root, op)
                 results = [reduce_parts(flats, parts, self.topology, op, factor=factor)] * len(calls)
