@@ -152,10 +152,8 @@ class _DealtLoader:
 
     def __iter__(self) -> Iterator[Any]:
         dealt = iter(self._whole)
-        for first in dealt:
-            together = [first, *(each for _, each in zip(range(self._num_ranks - 1), dealt, strict=False))]
-            if len(together) == self._num_ranks:
-                yield together[self._rank]
+        for together in zip(*[dealt] * self._num_ranks, strict=False):
+            yield together[self._rank]
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = self._whole.state_dict()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from torch import Tensor, fx, nn
 from torchtitan.components.loss import ChunkedLossWrapper
@@ -35,17 +35,35 @@ from graphpasses.integrations.torchtitan.stage_sums import MicrobatchSums
 from graphpasses.passes import default_pipeline
 from graphpasses.proof.prove import prove_as
 
-# Ours in the places of torchtitan's. A stage's parameters are gathered by a graph of their own, so that nothing is
-# gathered again or ahead. Cutting knows views, which torchtitan's canonicalization would change.
+BUCKETING = "joint_transformer_block_bucketing_reordering_pass"
+
+# Ours in the places of torchtitan's, whose canonicalization would change the views by which ours know a step.
 _OURS_FOR = {
     "canonicalize_graph_pass": (),
     "deduplicate_fsdp_unshard_chains_pass": ("deduplicate-shared",),
-    "joint_transformer_block_bucketing_reordering_pass": (
+    BUCKETING: (
         "coalesce-grad-reductions",
         "bucket-fsdp-collectives",
+        "reshard-after-forward",
+        "prefetch-collectives",
+        "update-in-backward",
     ),
-    "schedule_fsdp_comms_to_dense_regions_pass": (),
+    "schedule_fsdp_comms_to_dense_regions_pass": (),  # of torchtitan's own buckets
 }
+# A stage's parameters are gathered by a graph of their own, so that nothing is gathered again or ahead.
+_NOT_OF_STAGES = ("reshard-after-forward", "prefetch-collectives", "update-in-backward")
+
+Pass: TypeAlias = Callable[..., fx.GraphModule]
+
+
+def name_of(each: Any) -> str:
+    name: str = getattr(each, "func", each).__name__
+    return name
+
+
+def with_ours(name: str, each: Pass, ours: Mapping[str, Pass]) -> Sequence[Pass]:
+    """Returns what runs in the place of one of torchtitan's passes, which may be itself."""
+    return [ours[its] for its in _OURS_FOR[name] if its in ours] if name in _OURS_FOR else [each]
 
 
 def rewrite_stages(trainer: Any) -> None:
@@ -186,17 +204,13 @@ class _Building:
         ours = {
             each.name: each.as_function(graph, self._reports, graph_diff=wants_diff)
             for each in default_pipeline(plan, expected_layout=self._layout).passes
+            if each.name not in _NOT_OF_STAGES
         }
 
         theirs = titan.compile_time_passes(
             traced, config, parallel_dims=self._trainer.parallel_dims, include_inductor=False
         )
-        names = [getattr(each, "func", each).__name__ for each in theirs]
-        passes = [
-            ours[name] if name else each
-            for its, each in zip(names, theirs, strict=True)
-            for name in _OURS_FOR.get(its, ("",))
-        ]
+        passes = [one for each in theirs for one in with_ours(name_of(each), each, ours)]
         first = passes.index(ours["bucket-fsdp-collectives"])
 
         def run(some: list[Callable[..., Any]]) -> None:
