@@ -136,7 +136,7 @@ class Timeline:
 def replay_order(
     order: Sequence[fx.Node], costs: Costs, held: Sequence[Held], spans: list[Span] | None = None
 ) -> Timeline:
-    """Plays a step, as :func:`graphpasses.scale.replay` does, but with a wire for each process group.
+    """Plays a step, as :func:`graphpasses.scale.step_time.replay` does, but with a wire for each process group.
 
     ``spans`` gets what computes and what is sent, and when.
     """
