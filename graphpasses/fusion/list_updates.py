@@ -25,18 +25,16 @@ def _lerp(x: Any, end: Any, weight: Any) -> Any:
     return torch.where(weight.abs() < 0.5, near, fused_multiply_add(weight - 1, end - x, end))
 
 
-UPDATES: dict[Any, Callable[..., Any]] = {
-    aten._foreach_add_.Scalar: lambda x, number: x + number,
-    aten._foreach_add_.ScalarList: lambda x, number: x + number,
-    aten._foreach_mul_.Scalar: lambda x, number: x * number,
-    aten._foreach_mul_.ScalarList: lambda x, number: x * number,
-    aten._foreach_div_.Scalar: lambda x, number: x / number,
-    aten._foreach_div_.ScalarList: lambda x, number: x / number,
+_BY_NAME: dict[Any, Callable[..., Any]] = {
+    aten._foreach_add_: lambda x, number: x + number,
+    aten._foreach_mul_: lambda x, number: x * number,
+    aten._foreach_div_: lambda x, number: x / number,
+    aten._foreach_addcmul_: lambda x, a, b, number: fused_multiply_add(a * number, b, x),
+    aten._foreach_addcdiv_: lambda x, a, b, number: x + a * number / b,
+}
+UPDATES = {
     aten._foreach_lerp_.Scalar: _lerp,
-    aten._foreach_addcmul_.Scalar: lambda x, a, b, number: fused_multiply_add(a * number, b, x),
-    aten._foreach_addcmul_.ScalarList: lambda x, a, b, number: fused_multiply_add(a * number, b, x),
-    aten._foreach_addcdiv_.Scalar: lambda x, a, b, number: x + a * number / b,
-    aten._foreach_addcdiv_.ScalarList: lambda x, a, b, number: x + a * number / b,
+    **{each: compute for name, compute in _BY_NAME.items() for each in (name.Scalar, name.ScalarList)},
 }
 """What eager computes of one element of each list: products that it adds in one rounding are fused, no others."""
 
