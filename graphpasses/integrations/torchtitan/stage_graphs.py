@@ -16,12 +16,7 @@ from torchtitan.experiments.graph_trainer.graph_pp.split_fsdp_collectives import
 
 from graphpasses._torch.fx_graphs import lazy_module
 from graphpasses._torch.graph_parts import extracted
-from graphpasses.analysis.parameter_collectives import (
-    CAST,
-    UNSHARD_OPS,
-    find_grad_reductions,
-    gradient_summands,
-)
+from graphpasses.analysis.parameter_collectives import CAST, UNSHARD_OPS, find_grad_reductions, gradient_summands
 from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import TrainGraph, argument

@@ -30,8 +30,7 @@ from graphpasses.integrations.torchtitan.stage_graphs import (
     joined_stage,
     mark_unreduced,
 )
-from graphpasses.integrations.torchtitan.stage_head import HeadReductions, head_reductions
-from graphpasses.integrations.torchtitan.stage_sums import MicrobatchSums
+from graphpasses.integrations.torchtitan.stage_sums import HeadReductions, MicrobatchSums, head_reductions
 from graphpasses.passes import default_pipeline
 from graphpasses.proof.prove import prove_as
 

@@ -10,12 +10,7 @@ from torch import fx
 
 from graphpasses.analysis.backward import is_backward
 from graphpasses.analysis.levels import grouped
-from graphpasses.analysis.parameter_collectives import (
-    Gather,
-    GradReduction,
-    find_grad_reductions,
-    find_unshards,
-)
+from graphpasses.analysis.parameter_collectives import Gather, GradReduction, find_grad_reductions, find_unshards
 from graphpasses.errors import LayoutError, UnsupportedError
 from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.fsdp.layout import Layout, eager_layout
