@@ -155,7 +155,7 @@ class _OwnPasses:
     @property
     def after_rewriting(self) -> tuple[Callable[..., fx.GraphModule], ...]:
         """Those that follow our other passes, in order."""
-        return self.prove_pass, self._report_pass, self._order_pass, self._finish_pass
+        return self.prove_pass, self._report_pass, self._finish_pass
 
     def end_first_part_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
         """Keeps the graph as it is before a pass of torchtitan that computes otherwise."""
@@ -194,11 +194,11 @@ class _OwnPasses:
             self.on_rewritten(report, replace(self.step, module=gm))
         return gm
 
-    def _order_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
-        """Orders a tied weight's gradients as eager adds them to ``.grad``: what ran in chunks is reduced first.
+    def _finish_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
+        """Gives torchtitan outputs that are None, where a tied weight's gradient is another name's output.
 
-        torchtitan adds by names; where gradients accumulate, (grad + chunks) + rest has other bits than (grad + rest)
-        + chunks.
+        It adds a tied weight's gradients by names. They are ordered as eager adds them to ``.grad``, what ran in
+        chunks first: (grad + chunks) + rest has other bits than (grad + rest) + chunks.
         """
         in_chunks = {fqn for entry in self.plan.entries if entry.accumulates for fqn in entry.fqns}
         node = gm.graph.output_node()
@@ -207,14 +207,7 @@ class _OwnPasses:
             first = sorted(slots, key=lambda slot: self.step.outputs[slot].fqn not in in_chunks)
             for slot, value in zip(slots, [values[slot] for slot in first], strict=True):
                 values[slot] = value
-        node.args = (values,)
-        return gm
-
-    def _finish_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
-        """Gives torchtitan outputs that are None, where a tied weight's gradient is another name's output."""
-        node = gm.graph.output_node()
-        flat = iter(list(node.args[0]))  # type: ignore[arg-type]
-        layouts = self.traced.output_subclass_layouts
+        flat, layouts = iter(values), self.traced.output_subclass_layouts
         outputs: list[Any] = []
         for index in range(self.traced.num_flat_outputs):
             parts = [next(flat) for _ in range(layouts[index].num_tensors if index in layouts else 1)]
