@@ -72,11 +72,7 @@ class ClusterOptions:
             if clash := sorted(given.keys() & {"mode", "num_channels"}):
                 raise TopologyError(f"a log gives the rings and channels; leave --{clash[0].replace('_', '-')} out")
             ranks, text = self._read_log()
-        options: dict[str, Any] = {
-            "gpus_per_node": math.gcd(8, ranks),
-            **known_fields(run, num_ranks),
-            **given,
-        }
+        options: dict[str, Any] = {"gpus_per_node": math.gcd(8, ranks), **known_fields(run, num_ranks), **given}
         hardware = given_of("nccl_version", "compute_capability", "intra_bandwidth", "inter_bandwidth")
         options["hardware"] = replace(options.get("hardware", Hardware()), **hardware)
         variables = dict(each.partition("=")[::2] for each in self.env)

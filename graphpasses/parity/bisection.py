@@ -26,14 +26,7 @@ from graphpasses.simulate.rings import Topology
 _MAX_LINES = 12  # of the rewrite that are shown
 
 
-def locate_task(
-    task: Task,
-    topology: Topology,
-    num_steps: int,
-    folder: Path,
-    *,
-    source: str = "",
-) -> Location:
+def locate_task(task: Task, topology: Topology, num_steps: int, folder: Path, *, source: str = "") -> Location:
     """Finds the operator at which a task's rewritten step first differs from eager, and the pass that caused it.
 
     Trains both ways; runs the first step that differs again, with its operators recorded; then with fewer and fewer

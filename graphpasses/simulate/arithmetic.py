@@ -19,11 +19,7 @@ _SAME_SIZE_INT = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def reduce_in_order(
-    contributions: Contributions,
-    op: ReduceOpName = "sum",
-    *,
-    factor: float = 1.0,
-    fused: bool = True,
+    contributions: Contributions, op: ReduceOpName = "sum", *, factor: float = 1.0, fused: bool = True
 ) -> Tensor:
     """Reduces the ranks' contributions one after the other, rounding to their dtype at every hop.
 

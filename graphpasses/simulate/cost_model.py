@@ -52,12 +52,7 @@ def costs(
 
 
 def time(
-    topology: Topology,
-    collective: str,
-    algorithm: str,
-    protocol: str,
-    num_bytes: int,
-    cost: tuple[float, float],
+    topology: Topology, collective: str, algorithm: str, protocol: str, num_bytes: int, cost: tuple[float, float]
 ) -> float:
     """Returns the microseconds that NCCL expects; the bytes are those of the larger of input and output on one rank.
     Source: NCCL ``src/graph/tuning.cc`` (``ncclTopoGetAlgoTime``).

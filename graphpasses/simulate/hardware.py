@@ -19,12 +19,7 @@ _ASSUMED: dict[str, Any] = {
     "nvls": True,
     "cpu": "intel",
 }
-_UNITS = {
-    "intra_bandwidth": " GB/s",
-    "inter_bandwidth": " GB/s",
-    "nvls_bandwidth": " GB/s",
-    "net_latency": " µs",
-}
+_UNITS = {"intra_bandwidth": " GB/s", "inter_bandwidth": " GB/s", "nvls_bandwidth": " GB/s", "net_latency": " µs"}
 
 
 def tuples(value: Any) -> Any:

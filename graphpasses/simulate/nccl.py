@@ -99,12 +99,7 @@ def channel_parts(
 
 @lru_cache(maxsize=256)
 def reduction_parts(
-    topology: Topology,
-    collective: Collective,
-    count: int,
-    element_size: int,
-    destination: int = 0,
-    op: str = "avg",
+    topology: Topology, collective: Collective, count: int, element_size: int, destination: int = 0, op: str = "avg"
 ) -> tuple[ReductionPart, ...]:
     """Returns the order of addition of every element.
 

@@ -113,12 +113,7 @@ class RankScheduler:
         return [results[rank] for rank in range(self.topology.num_ranks)]
 
     def meet(
-        self,
-        key: object,
-        ranks: tuple[int, ...],
-        rank: int,
-        call: Call,
-        perform: Callable[[Sequence[Call]], None],
+        self, key: object, ranks: tuple[int, ...], rank: int, call: Call, perform: Callable[[Sequence[Call]], None]
     ) -> None:
         """Waits until every rank of a group has called; the last to come performs for all, with the calls by rank."""
         self._go_on()

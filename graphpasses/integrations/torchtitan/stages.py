@@ -81,12 +81,7 @@ class StageGraphs(stage_graphs_with_hooks()):  # type: ignore[misc]
     """A stage's graphs, which keep the sums of its microbatches."""
 
     def __init__(
-        self,
-        modules: Any,
-        meta: Any,
-        check: Callable[[list[Any]], None],
-        is_first: bool,
-        head: HeadReductions | None,
+        self, modules: Any, meta: Any, check: Callable[[list[Any]], None], is_first: bool, head: HeadReductions | None
     ) -> None:
         super().__init__(modules, meta)
         self.sums = MicrobatchSums()
@@ -189,10 +184,7 @@ class _Building:
         config = self._trainer.config
         num_results = traced.output_spec.child(0).num_leaves
         graph = read_traced_stage(
-            traced,
-            model=stage.submod,
-            num_results=num_results,
-            num_tangents=0 if stage.is_last else num_results,
+            traced, model=stage.submod, num_results=num_results, num_tangents=0 if stage.is_last else num_results
         )
         self._stage, self._graph, self._original = stage, graph, graph.copy()
         eager = self._eager[id(stage.submod)]

@@ -47,12 +47,7 @@ def schedule(program: Program, costs: Costs, limit: float, num_reducing: int) ->
 
 class _Player:
     def __init__(
-        self,
-        program: Program,
-        costs: Costs,
-        num_reducing: int,
-        limit: float | None = None,
-        needs: Sequence[int] = (),
+        self, program: Program, costs: Costs, num_reducing: int, limit: float | None = None, needs: Sequence[int] = ()
     ) -> None:
         self._program, self._costs, self._latest = program, costs, _latest_starts(program)
         self._limit, self._num_reducing, self._needs = limit, num_reducing, needs
