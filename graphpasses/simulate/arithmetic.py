@@ -101,15 +101,11 @@ def _add(total: Tensor, other: Tensor, op: ReduceOpName) -> Tensor:
 
 
 def _scale_and_add(own: Tensor, scale: Tensor, total: Tensor, fused: bool) -> Tensor:
-    scaled = own * scale
+    scaled, is_power_of_two = own * scale, math.frexp(scale.item())[0] == 0.5
     # Where no product was rounded (n a power of two, no underflow) one rounding and two agree.
-    if not fused or (_is_power_of_two(scale) and torch.equal(scaled / scale, own)):
+    if not fused or (is_power_of_two and torch.equal(scaled / scale, own)):
         return scaled.add_(total)
     return fused_multiply_add(own, scale, total)
-
-
-def _is_power_of_two(scale: Tensor) -> bool:
-    return math.frexp(scale.item())[0] == 0.5
 
 
 def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

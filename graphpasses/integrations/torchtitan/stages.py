@@ -87,7 +87,9 @@ class StageGraphs(stage_graphs_with_hooks()):  # type: ignore[misc]
         self.sums = MicrobatchSums()
         self.head = head
         self._check, self._is_first = check, is_first
-        placeholders = {} if modules.reduce_grad is None else _values(modules.reduce_grad)
+        reduce = modules.reduce_grad
+        inputs = [] if reduce is None else reduce.graph.find_nodes(op="placeholder")
+        placeholders = {node.name: node.meta.get("val") for node in inputs}
         names = enumerate(meta.bw_no_fsdp_output_names[: meta.num_param_grad_values])
         found = {index: placeholders.get(name) for index, name in names}
         self._dtypes = {index: value.dtype for index, value in found.items() if isinstance(value, Tensor)}
@@ -254,7 +256,3 @@ class _Building:
         logger.info(f"{PIPELINE}, stage {self._stage.stage_index}:\n{report}")
         if (on_rewritten := getattr(self._trainer, ON_REWRITTEN, None)) is not None:
             on_rewritten(report, wholes[0])
-
-
-def _values(module: Any) -> dict[str, Any]:
-    return {node.name: node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")}

@@ -57,7 +57,6 @@ class Segment:
     nodes: list[fx.Node]
     seconds: float
     communicates: bool = False  # whether it is one node that launches a collective, or waits for one
-    holding: list[fx.Node] = field(default_factory=list)  # the nodes that allocate or free what is held
     arriving: list[MovableGather] = field(default_factory=list)
     reducing: list[MovableReduction] = field(default_factory=list)
 
@@ -158,7 +157,6 @@ class Program:
         for reduction in self.reductions:
             packed.setdefault(argument(reduction.launch[-1]), []).append(reduction)
         last_reads = {each.readers[-1] for each in self.held if each.readers}
-        holding = {node for each in self.held for node in (each.made, *each.readers)}
         longest = sum(each.sent for each in self.gathers) / (4 * len(self.gathers) or 1)
         segments = [Segment([], 0.0)]
         for node in fixed:
@@ -170,8 +168,6 @@ class Program:
             segment.reducing += packed.get(node, ())
             segment.nodes.append(node)
             segment.communicates = is_alone
-            if node in holding:
-                segment.holding.append(node)
             segment.seconds += moves.costs.seconds(node)
             if is_alone or node in packed or node in last_reads or segment.seconds > longest:
                 segments.append(Segment([], 0.0))

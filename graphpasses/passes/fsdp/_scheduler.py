@@ -100,7 +100,7 @@ class _Player:
         self._now += segment.seconds
         self._computed += segment.seconds
         self._order += segment.nodes
-        for node in segment.holding:
+        for node in segment.nodes:
             self._memory.run(node)
 
     def _emit(self, nodes: Iterable[fx.Node]) -> None:
