@@ -15,8 +15,7 @@ from functools import lru_cache
 from typing import Literal
 
 from graphpasses.errors import TopologyError
-from graphpasses.simulate.choice import played
-from graphpasses.simulate.cost_model import search_channels
+from graphpasses.simulate.choice import played, search_channels
 from graphpasses.simulate.rings import Topology, ending_at, rings
 from graphpasses.simulate.trees import Order, tree_order, trees
 

@@ -12,9 +12,8 @@ from graphpasses.errors import PipelineError
 from graphpasses.fsdp.traffic import has_fixed_sizes
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.graph.pass_report import DrawnTimeline, Span
-from graphpasses.passes.fsdp._moves import Moves, Program
+from graphpasses.passes.fsdp._moves import Moves, Program, add_splits
 from graphpasses.passes.fsdp._scheduler import lazy_schedule, schedule
-from graphpasses.passes.fsdp._splits import add_splits
 from graphpasses.passes.fsdp._timeline import Costs, Timeline, replay_order
 from graphpasses.passes.fsdp.prefetch_collectives import PrefetchCollectives, places
 from graphpasses.passes.runner import GraphPass, Numerics
