@@ -53,10 +53,9 @@ def render_page(runs: Sequence[ShownRun], speeds: Speeds | None = None) -> bytes
     """Draws runs, the others compared with the first, as a page of HTML that needs no network and no other file."""
     names, speeds = RingNames(), speeds or Speeds()
     first, *others = runs
-    sections = [_Section("A", first)]
-    if not others:
-        layout, topologies = first.run.header.layouts, (first.topology, first.topology)
-        sections = [_Section("A", first, buckets=draw_buckets(layout, None, topologies, None, names))]
+    layout, topologies = first.run.header.layouts, (first.topology, first.topology)
+    alone = () if others else draw_buckets(layout, None, topologies, None, names)
+    sections = [_Section("A", first, buckets=alone)]
     sections += [
         _compared(chr(ord("A") + index) if index < 26 else f"run-{index + 1}", first, other, names)
         for index, other in enumerate(others, start=1)
