@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+from collections.abc import Iterable
 from typing import IO
 
 from rich.console import Console
@@ -29,14 +30,11 @@ def has_no_reader(stream: IO[str]) -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def plain_table(*columns: str) -> Table:
-    """Makes a table without lines."""
+def plain_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+    """Makes a table without lines, of plain text: names may hold brackets, which rich would take for markup."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
     return table
-
-
-def add_row(table: Table, *cells: str) -> None:
-    """Adds a row of plain text: names may hold brackets, which rich would take for markup."""
-    table.add_row(*map(Text, cells))

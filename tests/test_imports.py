@@ -215,7 +215,7 @@ def examples(path: Path) -> Iterator[str]:
 def test_examples_in_docstrings_use_public_torch() -> None:
     paths = [path for path in sorted(ROOT.rglob("*.py")) if not path.is_relative_to(ROOT / "_torch")]
     trees = [(path.name, ast.parse(code)) for path in paths for code in examples(path)]
-    assert len(trees) > 100
+    assert len(trees) > 80
     uses = [
         f"{name}: {use}"
         for name, tree in trees

@@ -16,7 +16,7 @@ import graphpasses as gp
 from experiments.any_cluster.models import VOCAB, blocks, llama, loss_fn
 from experiments.any_cluster.train import POLICY
 from graphpasses.simulate import Topology, run_cluster
-from graphpasses.terminal import add_row, make_console, plain_table
+from graphpasses.terminal import make_console, plain_table
 
 __all__ = ["main"]
 
@@ -42,13 +42,13 @@ def main(steps: int = 2, most: int = 64) -> int:
         ((most // 8, 8), rings),
         ((4, most // 4), rings),
     ]
-    table, found = plain_table("mesh", "cluster", "in a tree", "by FSDP2"), []
+    rows, found = [], []
     for shape, options in clusters:
         hashes = [_hash(shape, options, most, steps, in_tree=in_tree) for in_tree in (True, False)]
         found.append(hashes)
         facts = ", ".join(f"{name} {value}" for name, value in options.items())
-        add_row(table, " x ".join(map(str, shape)), facts, *(each[:12] for each in hashes))
-    make_console().print(table)
+        rows.append((" x ".join(map(str, shape)), facts, *(each[:12] for each in hashes)))
+    make_console().print(plain_table(("mesh", "cluster", "in a tree", "by FSDP2"), rows))
     in_tree, by_fsdp2 = (({*column}) for column in zip(*found, strict=True))
     print(f"hashes of {len(clusters)} clusters: {len(in_tree)} in a tree, {len(by_fsdp2)} by FSDP2")
     return 0 if len(in_tree) == 1 < len(by_fsdp2) else 1

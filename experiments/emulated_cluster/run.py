@@ -22,7 +22,7 @@ from graphpasses.capture.measure_operators import measure_operators
 from graphpasses.graph import CapturedStep, is_collective
 from graphpasses.passes import PrefetchCollectives, ScheduleCollectives, default_pipeline
 from graphpasses.passes.fsdp._moves import Moves, Program
-from graphpasses.passes.fsdp._scheduler import Scheduler
+from graphpasses.passes.fsdp._scheduler import lazy_schedule
 from graphpasses.passes.fsdp._timeline import Costs, Timeline, replay_order
 from graphpasses.passes.runner import GraphPass, Pipeline
 from graphpasses.scale import Speeds, Transfer, Wire
@@ -123,7 +123,7 @@ def compare(name: str, num_ranks: int, num_rounds: int, *, is_wall: bool, tokens
         }
         program = Program(Moves(steps[ORDER], costs))
         slower = _Slower(steps[ORDER], variants[EAGER].seconds - variants[EAGER].exposed)
-        alone_order = Scheduler(program, costs).lazy(1).order
+        alone_order = lazy_schedule(program, costs, 1).order
         orders = (alone_order, [*steps[ORDER].graph.nodes])
         before, after = (replay_order(order, slower, ()).exposed for order in orders)
         ends = costs.sent(launches[0]), costs.sent(launches[-1])

@@ -60,12 +60,7 @@ class ClusterOptions:
 
     def topology(self, run: object = None, num_ranks: int = 16) -> Topology:
         """Returns the cluster; what is not given is that of ``run``, a run file's topology, or of ``num_ranks``."""
-        from graphpasses.simulate import (
-            Hardware,
-            Topology,
-            topology_from_log,
-            with_environment,
-        )
+        from graphpasses.simulate import Hardware, Topology, topology_from_log, with_environment
         from graphpasses.simulate.environment import VARIABLES
 
         def given_of(*names: str) -> dict[str, Any]:
@@ -77,11 +72,7 @@ class ClusterOptions:
             if clash := sorted(given.keys() & {"mode", "num_channels"}):
                 raise TopologyError(f"a log gives the rings and channels; leave --{clash[0].replace('_', '-')} out")
             ranks, text = self._read_log()
-        options: dict[str, Any] = {
-            "gpus_per_node": math.gcd(8, ranks),
-            **known_fields(run, num_ranks),
-            **given,
-        }
+        options: dict[str, Any] = {"gpus_per_node": math.gcd(8, ranks), **known_fields(run, num_ranks), **given}
         hardware = given_of("nccl_version", "compute_capability", "intra_bandwidth", "inter_bandwidth")
         options["hardware"] = replace(options.get("hardware", Hardware()), **hardware)
         variables = dict(each.partition("=")[::2] for each in self.env)
@@ -118,24 +109,18 @@ class ClusterOptions:
 def known_fields(run: object, num_ranks: int) -> dict[str, Any]:
     """Returns the fields of a topology that a run file's description of its cluster has; none if it has none."""
     from graphpasses.simulate import Hardware, Topology
+    from graphpasses.simulate.hardware import tuples
 
     if not isinstance(run, dict):
         return {}
     names = {field.name for field in fields(Topology)} - {"num_ranks"}
-    found = {name: value for name, value in run.items() if name in names}
+    found = {name: tuples(value) for name, value in run.items() if name in names}
     try:
-        if "explicit_rings" in found:  # JSON has lists
-            found["explicit_rings"] = tuple(map(tuple, found["explicit_rings"]))
-        if "explicit_trees" in found:
-            found["explicit_trees"] = tuple(
-                tuple(tuple(children) for children in tree) for tree in found["explicit_trees"]
-            )
         if "hardware" in found:
             found["hardware"] = Hardware.from_json(found["hardware"])
         if "groups" in found:
             found["groups"] = tuple(
-                (tuple(ranks), Topology(len(ranks), **known_fields(group, len(ranks))))
-                for ranks, group in found["groups"]
+                (ranks, Topology(len(ranks), **known_fields(group, len(ranks)))) for ranks, group in found["groups"]
             )
         Topology(num_ranks, **found)
     except (TypeError, TopologyError):

@@ -48,7 +48,7 @@ def show(
         speeds: File of TOML with the latencies, bandwidths and numbers of ranks; what it leaves out is assumed.
         json: Print one JSON object instead of a table.
     """
-    from graphpasses.terminal import add_row, make_console, plain_table
+    from graphpasses.terminal import make_console, plain_table
 
     if scale:
         return _show_scale(run, speeds, json)
@@ -58,15 +58,15 @@ def show(
     if json:
         print(jsonlib.dumps(layout.to_json()))
         return EXIT_OK
-    table = plain_table("bucket", "reduction", "parameter", "byte", "elements", "padded")
+    rows = []
     for index, bucket in enumerate(layout.buckets):
         kind = f"{bucket.collective} {bucket.op} {bucket.dtype}, {len(bucket.ranks)} ranks"
         for entry in bucket.entries:
             is_first = entry is bucket.entries[0]
             cells = (str(index), f"{kind}, {bucket.num_bytes} bytes each") if is_first else ("", "")
             numbers = (entry.offset, entry.numel, entry.padded_numel)
-            add_row(table, *cells, entry.fqn, *map(str, numbers))
-    make_console().print(table)
+            rows.append([*cells, entry.fqn, *map(str, numbers)])
+    make_console().print(plain_table(("bucket", "reduction", "parameter", "byte", "elements", "padded"), rows))
     return EXIT_OK
 
 
@@ -106,7 +106,7 @@ def diff(
     from graphpasses.fsdp.layout import at_world_size
     from graphpasses.simulate import other_algorithms, predict
     from graphpasses.simulate import sweep as sweep_settings
-    from graphpasses.terminal import add_row, make_console, plain_table
+    from graphpasses.terminal import make_console, plain_table
 
     if log:
         if run_b is not None or len(log) != 2 or sweep or cluster.nccl_log is not None:
@@ -145,11 +145,12 @@ def diff(
             console.print(str(each), markup=False)
         if settings:
             channels = sorted({setting.num_channels for setting in settings})
-            table = plain_table("ranks", *(f"{num} channels" for num in channels))
             found = {(each.num_ranks, each.num_channels): each.num_bytes for each in settings}
-            for num in sizes:
-                add_row(table, str(num), *(f"{found[num, c]:,} bytes" if found[num, c] else "–" for c in channels))
-            console.print("added in another order:", table)
+            rows = (
+                [str(num), *(f"{found[num, c]:,} bytes" if found[num, c] else "–" for c in channels)] for num in sizes
+            )
+            head = ["ranks", *(f"{num} channels" for num in channels)]
+            console.print("added in another order:", plain_table(head, rows))
     return EXIT_DIFFERENT if prediction or any(each.num_bytes for each in settings) else EXIT_EQUAL
 
 
@@ -221,18 +222,16 @@ def drift(
 
 def _print_bits(heads: Iterable[str], found: TopologyDiff | Drift, json: bool) -> int:
     """Prints what was found of gradients' bits; returns the exit code."""
-    from graphpasses.terminal import add_row, make_console, plain_table
+    from graphpasses.terminal import make_console, plain_table
 
     if json:
         print(jsonlib.dumps({**dataclasses.asdict(found), "outcome": found.outcome}))
         return EXIT_OF[found.outcome]
     head, *rows = found.rows()
-    console, table = make_console(), plain_table(*head)
-    for row in rows:
-        add_row(table, *row)
+    console = make_console()
     if rows:
         console.print("\n".join(heads), markup=False)
-        console.print(table)
+        console.print(plain_table(head, rows))
     console.print("\n".join(filter(None, (found.verdict, found.remedy))), markup=False)
     return EXIT_OF[found.outcome]
 
@@ -255,17 +254,17 @@ def _show_scale(path: Path, speeds_file: Path | None, json: bool) -> int:
 
 def print_scale(tables: Iterable[ScaleTable], speeds: Speeds) -> None:
     """Prints steps side by side at several numbers of ranks, and what is assumed."""
-    from graphpasses.terminal import add_row, make_console, plain_table
+    from graphpasses.terminal import make_console, plain_table
 
     console = make_console()
     for table in tables:
         console.print(f"{table.title}; time on the wire per step, exposed + hidden, in ms:", markup=False)
-        shown = plain_table("ranks", "step", "collectives", "MB", *speeds.algorithms)
+        rows = []
         for row in table.rows:
             cells = [row.cell(name) for name in row.times] or [row.trouble]
             numbers = (f"{row.num_transfers:,}", f"{row.num_bytes / 1e6:,.1f}") if row.times else ("", "")
-            add_row(shown, f"{row.num_ranks:,}", row.step, *numbers, *cells)
-        console.print(shown)
+            rows.append([f"{row.num_ranks:,}", row.step, *numbers, *cells])
+        console.print(plain_table(["ranks", "step", "collectives", "MB", *speeds.algorithms], rows))
         for note in table.notes:
             console.print(note, markup=False)
     console.print(f"assumed: {', '.join(speeds.assumed)}", markup=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json as jsonlib
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
@@ -27,7 +27,7 @@ def passes(name: Annotated[str, Positional, arg(metavar="NAME")] = "", /, *, jso
         name: Show everything about this pass.
         json: Print one JSON object instead of a table.
     """
-    from graphpasses.terminal import add_row, make_console, plain_table
+    from graphpasses.terminal import make_console, plain_table
 
     catalogue = _catalogue()
     if name and name not in catalogue:
@@ -38,11 +38,9 @@ def passes(name: Annotated[str, Positional, arg(metavar="NAME")] = "", /, *, jso
         return EXIT_OK
     console = make_console()
     if not name:
-        table = plain_table("pass", "numerics", "graphs", "what it does")
-        for each, cls in chosen.items():
-            facts = _facts(cls)
-            add_row(table, each, str(facts["numerics"]), ", ".join(facts["stages"]), str(facts["summary"]))
-        console.print(table)
+        every = ((each, _facts(cls)) for each, cls in chosen.items())
+        rows = ((each, its["numerics"], ", ".join(its["stages"]), its["summary"]) for each, its in every)
+        console.print(plain_table(("pass", "numerics", "graphs", "what it does"), rows))
         return EXIT_OK
     facts = _facts(chosen[name])
     after = f"; runs after {', '.join(facts['runs_after'])}" if facts["runs_after"] else ""
@@ -60,7 +58,7 @@ def _catalogue() -> dict[str, type[GraphPass]]:
     return {cls.name: cls for cls in sorted(classes, key=lambda cls: cls.name)}
 
 
-def _facts(cls: type[GraphPass]) -> dict[str, str | list[str]]:
+def _facts(cls: type[GraphPass]) -> dict[str, Any]:
     text = inspect.getdoc(cls) or ""
     return {
         "numerics": cls.numerics.value,

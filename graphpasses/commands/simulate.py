@@ -47,9 +47,10 @@ def simulate(
     """
     from graphpasses.errors import TopologyError, UnsupportedError
     from graphpasses.fsdp.layout import dtype_bytes
-    from graphpasses.simulate import ReductionPart, choose, reduction_parts
+    from graphpasses.simulate import choose
+    from graphpasses.simulate.nccl import ReductionPart, reduction_parts
     from graphpasses.simulate.trees import show_order
-    from graphpasses.terminal import add_row, make_console, plain_table
+    from graphpasses.terminal import make_console, plain_table
 
     topology = cluster.topology()
     if not 0 <= rank < topology.num_ranks:
@@ -79,23 +80,23 @@ def simulate(
     if refused:
         console.print(refused, markup=False)
         return EXIT_OK
-    table = plain_table("channel", "first element", "elements", "order of addition")
-    for part in parts:
-        order = show_order(part.order)
-        add_row(table, str(part.channel), f"{part.start:,}", f"{part.stop - part.start:,}", order)
-    console.print(table)
+    rows = (
+        (str(each.channel), f"{each.start:,}", f"{each.stop - each.start:,}", show_order(each.order))
+        for each in parts
+    )
+    console.print(plain_table(("channel", "first element", "elements", "order of addition"), rows))
     return EXIT_OK
 
 
 def _show_choice(console: Console, choice: Choice, op: str) -> None:
     """Prints what NCCL would choose, beside what it compares."""
-    from graphpasses.terminal import add_row, plain_table
+    from graphpasses.terminal import plain_table
 
     title = f"NCCL takes {choice.algorithm} {choice.protocol} for {op}, by {choice.reason}"
     console.print(title + (", in microseconds:" if choice.times else ""), markup=False)
     if choice.times:
         protocols = list(dict.fromkeys(protocol for _, protocol, _ in choice.times))
-        table = plain_table("algorithm", *protocols)
+        rows = []
         for algorithm in dict.fromkeys(name for name, _, _ in choice.times):
             times = {protocol: time for name, protocol, time in choice.times if name == algorithm}
             cells = [
@@ -104,8 +105,8 @@ def _show_choice(console: Console, choice: Choice, op: str) -> None:
                 else "–"
                 for each in protocols
             ]
-            add_row(table, algorithm, *cells)
-        console.print(table)
+            rows.append([algorithm, *cells])
+        console.print(plain_table(["algorithm", *protocols], rows))
     if choice.assumed:
         console.print(f"assumed, since nothing says it: {', '.join(choice.assumed)}", markup=False)
         console.print("a log with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,TUNING has it: --nccl-log", markup=False)

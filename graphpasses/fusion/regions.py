@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from graphlib import CycleError
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -18,17 +18,11 @@ from graphpasses.fusion.list_updates import MIN_ELEMENTS, plan_updates
 from graphpasses.graph.nodes import EXACT_REGION, is_collective, storages
 from graphpasses.proof.core.operators import out_of_place
 
-
-@dataclass(frozen=True)
-class Region:
-    """Calls that become one kernel."""
-
-    nodes: tuple[fx.Node, ...]  # in the order of the graph: what computes, and views of what that computes
-    num_computed: int  # how many of them compute
+Region = tuple[fx.Node, ...]
+"""Calls that become one kernel, in the order of the graph: what computes, and views of what that computes."""
 
 
-@dataclass(frozen=True)
-class Regions:
+class Regions(NamedTuple):
     """The regions of a graph, and an order of all its nodes in which each region stands together."""
 
     regions: tuple[Region, ...]
@@ -77,11 +71,11 @@ def plan_regions(graph: fx.Graph, measured: Collection[Function] = ()) -> Region
     first = _join(made_by, level)
     members = (node for node, maker in made_by.items() if level[node] == level[maker])
     regions = tuple(
-        Region(nodes, num_computed)
+        nodes
         for nodes in grouped(members, key=lambda node: first[made_by[node]])
-        if (num_computed := sum(made_by[node] is node for node in nodes)) > 1 and _is_large(nodes)
+        if sum(made_by[node] is node for node in nodes) > 1 and _is_large(nodes)
     )
-    updates = tuple(Region(run, len(run)) for run in plan_updates(graph, needed))
+    updates = plan_updates(graph, needed)
     try:
         return Regions((*regions, *updates), _sort(graph, (*regions, *updates), needed))
     except CycleError:  # what is updated is read by calls that others in their region come before
@@ -124,7 +118,7 @@ def _join(made_by: Mapping[fx.Node, fx.Node], level: Mapping[fx.Node, int]) -> d
     return {node: find(node) for node, maker in made_by.items() if maker is node}
 
 
-def _is_large(nodes: tuple[fx.Node, ...]) -> bool:
+def _is_large(nodes: Region) -> bool:
     values = [node.meta["val"] for node in nodes]
     return any(isinstance(value, torch.Tensor) and value.numel() >= MIN_ELEMENTS for value in values)
 
@@ -133,8 +127,8 @@ def _sort(
     graph: fx.Graph, regions: tuple[Region, ...], needed: Mapping[fx.Node, set[fx.Node]]
 ) -> tuple[fx.Node, ...]:
     """Returns all nodes, each region where its last member stood; what reads it comes after it."""
-    last = {region.nodes[-1]: region.nodes for region in regions}
-    of = {node: region for region in regions for node in region.nodes}
+    last = {region[-1]: region for region in regions}
+    of = {node: region for region in regions for node in region}
     units = [last.get(node, (node,)) for node in graph.nodes if node not in of or node in last]
     outside = {
         node: {each for each in before if node not in of or of.get(each) is not of[node]}

@@ -12,8 +12,8 @@ from graphpasses.parity.report import meaning
 from graphpasses.parity.run_file import GRADIENT_NORM
 from graphpasses.simulate.nccl import reduction_parts
 from graphpasses.simulate.prediction import Prediction, Reordered
-from graphpasses.simulate.rings import Ring, Topology
-from graphpasses.simulate.trees import Order
+from graphpasses.simulate.rings import Topology
+from graphpasses.simulate.trees import show_order
 from graphpasses.text import some
 
 _NO_LAYOUTS = (
@@ -98,23 +98,8 @@ def _at(place: Place, topology: Topology, element: int) -> str:
     index = place.offset // place.itemsize + element
     parts = reduction_parts(group, place.collective, count, place.itemsize, op=place.op)
     part = parts[bisect.bisect_right(parts, index, key=lambda part: part.stop)]
-    order = show_order(part.order, place.ranks)
+    order = show_order(part.order, place.ranks, 16)
     return f"{index * place.itemsize:,}, where channel {part.channel} adds the ranks in the order {order}"
-
-
-def show_order(order: Order, ranks: Sequence[int]) -> str:
-    """Returns an order of addition as text; sums that are added as a whole are in parentheses."""
-    terms = [str(ranks[each]) if isinstance(each, int) else f"({show_order(each, ranks)})" for each in order]
-    return _shortened(terms, " + ")
-
-
-def show_ring(ring: Ring, separator: str) -> str:
-    """Returns the ranks of a ring as text; of very many the first and the last."""
-    return _shortened([str(rank) for rank in ring], separator)
-
-
-def _shortened(terms: list[str], separator: str) -> str:
-    return separator.join(terms if len(terms) <= 16 else [*terms[:10], "…", *terms[-3:]])
 
 
 def _gradients(num: int) -> str:

@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from graphpasses.errors import CompareError
 from graphpasses.fsdp.layout_diff import diff_layouts
 from graphpasses.html_report.buckets import BucketGroup, RingNames, draw_buckets
-from graphpasses.html_report.explanation import explain, show_ring
+from graphpasses.html_report.explanation import explain
 from graphpasses.html_report.scale import ScaleTable, scale_tables
 from graphpasses.html_report.steps import Cell, draw_losses, draw_strip
 from graphpasses.parity.compare import Comparison, compare_runs, step_differences
@@ -19,6 +19,7 @@ from graphpasses.parity.run_file import Run
 from graphpasses.scale import Speeds
 from graphpasses.simulate.prediction import predict
 from graphpasses.simulate.rings import Topology
+from graphpasses.simulate.trees import show_order
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,9 @@ def render_page(runs: Sequence[ShownRun], speeds: Speeds | None = None) -> bytes
     """Draws runs, the others compared with the first, as a page of HTML that needs no network and no other file."""
     names, speeds = RingNames(), speeds or Speeds()
     first, *others = runs
-    sections = [_Section("A", first)]
-    if not others:
-        layout, topologies = first.run.header.layouts, (first.topology, first.topology)
-        sections = [_Section("A", first, buckets=draw_buckets(layout, None, topologies, None, names))]
+    layout, topologies = first.run.header.layouts, (first.topology, first.topology)
+    alone = () if others else draw_buckets(layout, None, topologies, None, names)
+    sections = [_Section("A", first, buckets=alone)]
     sections += [
         _compared(chr(ord("A") + index) if index < 26 else f"run-{index + 1}", first, other, names)
         for index, other in enumerate(others, start=1)
@@ -72,7 +72,7 @@ def render_page(runs: Sequence[ShownRun], speeds: Speeds | None = None) -> bytes
         sections=sections,
         speeds=speeds,
         losses=draw_losses([(section.letter, section.shown.run) for section in sections]),
-        rings=[(number, len(ring), show_ring(ring, " → ")) for ring, number in names.numbers.items()],
+        rings=[(number, len(ring), show_order(ring, limit=16)) for ring, number in names.numbers.items()],
     )
     return page.encode(errors="replace")  # file names may be bytes that are no text
 

@@ -8,7 +8,8 @@ from graphpasses.errors import LayoutError, UnsupportedError
 from graphpasses.fsdp.layout import Layout
 from graphpasses.integrations.torchtitan.buckets import default_buckets
 from graphpasses.parity.run_file import Run
-from graphpasses.scale import ScaleRow, Speeds, bucketings, scale_rows, steps_of_passes
+from graphpasses.scale import Speeds
+from graphpasses.scale.step_time import ScaleRow, bucketings, scale_rows, steps_of_passes
 
 _TITAN = "torchtitan's buckets"
 
@@ -16,7 +17,7 @@ _TITAN = "torchtitan's buckets"
 @dataclass(frozen=True)
 class ScaleTable:
     title: str
-    rows: tuple[ScaleRow, ...]  # see :func:`graphpasses.scale.scale_rows`
+    rows: tuple[ScaleRow, ...]  # see :func:`graphpasses.scale.step_time.scale_rows`
     notes: tuple[str, ...] = ()  # what is left out, and why
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -16,6 +16,7 @@ from graphpasses.capture.train_step import capture_train_step
 from graphpasses.errors import CaptureError
 from graphpasses.graph import CapturedStep
 from graphpasses.integrations.by_shape import Steps, StepsByShape
+from graphpasses.ops.autograd_functions import alias_tensors
 
 Logs = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
 """Under which names a module logs its loss, with the further arguments of ``self.log``."""
@@ -77,7 +78,9 @@ class CapturedSteps(StepsByShape):
         for name, (arguments, options) in (self._logs or {}).items():
             module.log(name, loss, *arguments, **options)
 
-        def give(seed: Tensor) -> None:
+        def give(seeds: Sequence[Tensor | None]) -> None:
+            (seed,) = seeds
+            assert seed is not None
             if scale not in self._known_seeds and not torch.equal(seed, torch.ones_like(seed) / scale):
                 raise CaptureError("a hook scales the loss or its gradient, which a captured step does not follow")
             self._known_seeds.add(scale)
@@ -85,7 +88,8 @@ class CapturedSteps(StepsByShape):
                 if new is not None:
                     each.grad = new if each.grad is None else each.grad.add_(new)
 
-        return _Backward.apply(torch.ones((), requires_grad=True), loss, give)  # type: ignore[no-any-return,no-untyped-call]
+        (returned,) = alias_tensors(loss.clone().requires_grad_(), before_backward=give)
+        return returned
 
     def _check(self, module: LightningModule) -> None:
         if not module.automatic_optimization:
@@ -137,20 +141,6 @@ class _Log:
         logs = {name: (arguments, options) for name, _, arguments, options in self.calls}
         self.calls.clear()
         return logs
-
-
-class _Backward(torch.autograd.Function):
-    """The loss, whose backward calls a function."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, loss: Tensor, give: Any) -> Tensor:
-        ctx.give = give
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, seed: Tensor) -> tuple[None, None, None]:
-        ctx.give(seed)
-        return None, None, None
 
 
 def _refuse(*_: Any) -> Any:

@@ -38,10 +38,7 @@ class CapturedSteps(StepsByShape):
     """
 
     def training_step(
-        self,
-        model: nn.Module,
-        inputs: Mapping[str, Any],
-        num_items_in_batch: torch.Tensor | int | None = None,
+        self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         """Runs the captured step of a microbatch; called by the trainer's loop.
 

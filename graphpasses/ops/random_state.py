@@ -6,22 +6,15 @@ import torch
 
 from graphpasses.ops.define import define_operator
 
-
-def _read() -> torch.Tensor:
-    return torch.default_generator.get_state()
-
-
-def _set(state: torch.Tensor) -> None:
-    torch.default_generator.set_state(state)
-
-
 READ_RANDOM_STATE = define_operator(
     "read_random_state() -> Tensor",
-    _read,
+    torch.get_rng_state,
     fake=lambda: torch.empty(torch.default_generator.get_state().numel(), dtype=torch.uint8, device="cpu"),
     draws=True,
 )
 """``read_random_state() -> Tensor``: as ``torch.get_rng_state()``."""
 
-SET_RANDOM_STATE = define_operator("set_random_state(Tensor state) -> ()", _set, fake=lambda state: None, draws=True)
+SET_RANDOM_STATE = define_operator(
+    "set_random_state(Tensor state) -> ()", torch.set_rng_state, fake=lambda state: None, draws=True
+)
 """``set_random_state(Tensor state)``: as ``torch.set_rng_state(state)``."""

@@ -70,8 +70,7 @@ class _ReduceScatter:
     """A reduction on its way: pieces of a bucket travel ahead, and are added when they have arrived."""
 
     def __init__(self, tensor: Tensor, op: str, num_ranks: int, group: str) -> None:
-        shape = (tensor.shape[0] // num_ranks, *tensor.shape[1:])
-        self.reduced = tensor.new_empty(shape, dtype=accumulate_dtype(op, tensor.dtype))
+        self.reduced = _fake_reduce_scatter(tensor, op, num_ranks, group)
         self._rows, self._group = tensor.contiguous().view(num_ranks, -1), named_group(group)
         self._size = max(PIECE_BYTES // (num_ranks * tensor.itemsize), 1)
         self._starts = iter(range(0, self.reduced.numel(), self._size))

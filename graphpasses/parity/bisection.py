@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -26,15 +26,7 @@ from graphpasses.simulate.rings import Topology
 _MAX_LINES = 12  # of the rewrite that are shown
 
 
-def locate_task(
-    task: Task,
-    topology: Topology,
-    num_steps: int,
-    folder: Path,
-    *,
-    source: str = "",
-    done: Callable[[str], object] = lambda what: None,
-) -> Location:
+def locate_task(task: Task, topology: Topology, num_steps: int, folder: Path, *, source: str = "") -> Location:
     """Finds the operator at which a task's rewritten step first differs from eager, and the pass that caused it.
 
     Trains both ways; runs the first step that differs again, with its operators recorded; then with fewer and fewer
@@ -47,7 +39,6 @@ def locate_task(
         folder: for run files, and for the script that reproduces it.
         source: the file or module that the task was loaded from; without it there is a script only where one operator
             shows the difference.
-        done: told what is run next.
 
     Raises:
         ClusterError, TaskError: as :func:`train_eager`; or the second run of a step equals eager.
@@ -64,7 +55,7 @@ def locate_task(
         >>> locate_task(task, Topology(2, gpus_per_node=2), 1, Path(tempfile.mkdtemp())).difference is None
         True
     """
-    trials = _Trials(task, topology, folder, done)
+    trials = _Trials(task, topology, folder)
     all_passes = None
     step = trials.first_difference(num_steps, all_passes, operators=[0])
     if step is None:
@@ -97,7 +88,6 @@ class _Trials:
     task: Task
     topology: Topology
     folder: Path
-    done: Callable[[str], object]
     graphs: dict[int | None, CapturedStep] = field(default_factory=dict)
     passes: list[str] = field(default_factory=list)
 
@@ -117,13 +107,9 @@ class _Trials:
         return None if divergence is None else divergence.step
 
     def train_eager(self, num_steps: int, operators: ChosenOperators) -> None:
-        self.done("eager FSDP2")
         train_eager(self.task, self.topology, num_steps, self.folder / "eager.jsonl", operators=operators)
 
     def train_graph(self, num_steps: int, num_passes: int | None, operators: ChosenOperators) -> None:
-        what = "all passes" if num_passes is None else f"{num_passes} of {len(self.passes)} passes"
-        self.done(f"graph, {what}")
-
         def rewrite(captured: CapturedStep, plan: BucketPlan, layout: Layout) -> CapturedStep:
             pipeline = self.task.pipeline(plan, layout)
             passes = pipeline.at(captured.stage).passes
@@ -260,12 +246,8 @@ def write_operator_script(folder: Path, difference: Difference) -> Path:
         saved = torch.load(file, weights_only=True)
         torch.save(saved[operator.position], folder / f"reproduce-{letter}.pt")
     own = any(each.operator.startswith("graphpasses.") for each in (difference.a, difference.b))
-    text = _OPERATOR.format(
-        difference=difference,
-        imports="import graphpasses.ops  # noqa: F401\n" if own else "",
-        imports_note=" and graphpasses" if own else "",
-    )
-    return _written(folder, text)
+    imports, note = ("import graphpasses.ops  # noqa: F401\n", " and graphpasses") if own else ("", "")
+    return _write(folder, _OPERATOR.format(difference=difference, imports=imports, imports_note=note))
 
 
 def write_step_script(
@@ -280,10 +262,10 @@ def write_step_script(
         num_steps=step + 1,
         num_passes=num_passes,
     )
-    return _written(folder, text)
+    return _write(folder, text)
 
 
-def _written(folder: Path, text: str) -> Path:
+def _write(folder: Path, text: str) -> Path:
     script = folder / "reproduce.py"
     script.write_text(text)
     return script

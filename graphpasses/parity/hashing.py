@@ -48,10 +48,7 @@ def tensor_hash(tensor: Tensor, *, group: dist.ProcessGroup | None = None) -> st
 
 
 def tensor_hashes(
-    tensors: Mapping[str, Tensor | None],
-    *,
-    group: dist.ProcessGroup | None = None,
-    per_rank: Collection[str] = (),
+    tensors: Mapping[str, Tensor | None], *, group: dist.ProcessGroup | None = None, per_rank: Collection[str] = ()
 ) -> dict[str, str | None]:
     """Hashes named tensors, each as if one rank held it whole.
 

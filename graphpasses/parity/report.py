@@ -12,7 +12,7 @@ from rich.text import Text
 
 from graphpasses.parity.compare import Comparison, Divergence
 from graphpasses.parity.run_file import Run
-from graphpasses.terminal import add_row, plain_table
+from graphpasses.terminal import plain_table
 
 if TYPE_CHECKING:
     from graphpasses.fsdp.layout_diff import Place
@@ -110,12 +110,12 @@ def render_comparison(comparison: Comparison, *, max_tensors: int = 20) -> Rende
 
 
 def _runs_table(comparison: Comparison) -> Table:
-    table = plain_table("", "run", "model", "ranks", "steps", "file")
+    rows = []
     for name, run in (("A", comparison.a), ("B", comparison.b)):
         steps = f"{len(run.steps)}{'' if run.complete else ' (cut short)'}"
         header = run.header
-        add_row(table, name, header.run, header.model, str(header.world_size), steps, str(run.path))
-    return table
+        rows.append((name, header.run, header.model, str(header.world_size), steps, str(run.path)))
+    return plain_table(("", "run", "model", "ranks", "steps", "file"), rows)
 
 
 def _render_divergence(divergence: Divergence, max_tensors: int) -> Iterable[RenderableType]:
@@ -141,10 +141,7 @@ def _render_divergence(divergence: Divergence, max_tensors: int) -> Iterable[Ren
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], limit: int, what: str) -> Iterable[RenderableType]:
     if not rows:
         return
-    table = plain_table(*columns)
-    for row in rows[:limit]:
-        add_row(table, *row)
-    yield table
+    yield plain_table(columns, rows[:limit])
     if len(rows) > limit:
         yield Text(f"and {len(rows) - limit} more {what}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -35,10 +36,7 @@ Rewrite = Callable[[CapturedStep, BucketPlan, Layout], CapturedStep]
 
 _OPTIONAL = ("optimizer", "name", "seed", "num_replicas", "pipeline")
 _REQUIRED = ("model", "shard", "loss_fn", "batch")
-
-
-def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3)
+_adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
 
 
 @dataclass(frozen=True)

@@ -180,12 +180,7 @@ class Pipeline:
         return hashlib.sha256("\n".join([*parts, str(self.stop_after)]).encode()).hexdigest()
 
     def run(
-        self,
-        graph: Graph,
-        *,
-        dump: Path | str | None = None,
-        graph_diff: bool = False,
-        prove: bool | None = None,
+        self, graph: Graph, *, dump: Path | str | None = None, graph_diff: bool = False, prove: bool | None = None
     ) -> Graph:
         """Runs the passes over a copy of ``graph``; ``graph`` itself stays as it was.
 

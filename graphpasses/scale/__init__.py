@@ -7,11 +7,6 @@ from graphpasses.scale.speeds import Algorithm as Algorithm
 from graphpasses.scale.speeds import Speeds as Speeds
 from graphpasses.scale.speeds import read_speeds as read_speeds
 from graphpasses.scale.step_time import StepTime as StepTime
-from graphpasses.scale.step_time import replay as replay
+from graphpasses.scale.step_time import Wire as Wire
 from graphpasses.scale.step_time import step_time as step_time
-from graphpasses.scale.table import ScaleRow as ScaleRow
-from graphpasses.scale.table import bucketings as bucketings
-from graphpasses.scale.table import scale_rows as scale_rows
-from graphpasses.scale.table import steps_of_passes as steps_of_passes
-from graphpasses.scale.wire import Wire as Wire
-from graphpasses.scale.wire import wire_seconds as wire_seconds
+from graphpasses.scale.step_time import wire_seconds as wire_seconds

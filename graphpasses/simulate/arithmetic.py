@@ -19,33 +19,18 @@ _SAME_SIZE_INT = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def reduce_in_order(
-    contributions: Contributions,
-    op: ReduceOpName = "sum",
-    *,
-    factor: float = 1.0,
-    fused: bool = True,
+    contributions: Contributions, op: ReduceOpName = "sum", *, factor: float = 1.0, fused: bool = True
 ) -> Tensor:
     """Reduces the ranks' contributions one after the other, rounding to their dtype at every hop.
 
     AVG of floating-point numbers multiplies each contribution by ``1 / n``, rounded to the dtype, before
     it is added; AVG of integers divides the sum, towards zero.
 
-    Contributions are one tensor per rank, in the order in which the ring visits the ranks, of one shape and dtype. A
-    sequence among them, never the first, is reduced before it is added, as a branch of a tree. ``factor`` is what
-    ``"premul_sum"`` multiplies by, rounded to the dtype. ``fused`` says whether bf16 is rounded once where it is
-    multiplied and added (sm_90 and later) or twice (sm_80); other dtypes always are once.
-
-    Raises:
-        UnsupportedError: NCCL does not have the op, or not for this dtype.
-
-    Example:
-        >>> reduce_in_order([torch.tensor(2.0**24), torch.tensor(1.0), torch.tensor(1.0)])
-        tensor(16777216.)
-        >>> reduce_in_order([torch.tensor(1.0), torch.tensor(1.0), torch.tensor(2.0**24)])
-        tensor(16777218.)
-
-    Source: NCCL ``src/device/reduce_kernel.h`` (``Apply_PreOp``, ``Apply_Reduce``, ``FuncSumPostDiv``) and
-    ``src/enqueue.cc`` (``hostToDevRedOp``).
+    A sequence among the contributions, never the first, is reduced before it is added, as a branch of a tree.
+    ``factor`` is what ``"premul_sum"`` multiplies by, rounded to the dtype. ``fused`` says whether bf16 is rounded
+    once where it is multiplied and added (sm_90 and later) or twice (sm_80); other dtypes always are once. Source:
+    NCCL ``src/device/reduce_kernel.h`` (``Apply_PreOp``, ``Apply_Reduce``, ``FuncSumPostDiv``) and ``src/enqueue.cc``
+    (``hostToDevRedOp``).
     """
     if op not in get_args(ReduceOpName):
         raise UnsupportedError(f'NCCL has no reduction "{op}"; it has {", ".join(get_args(ReduceOpName))}')
@@ -66,20 +51,10 @@ def reduce_in_order(
 def fused_multiply_add(own: Tensor, scale: Tensor, total: Tensor) -> Tensor:
     """Computes ``own * scale + total`` rounded once, to nearest even.
 
-    Narrow dtypes go through fp64, where the product is exact. The sum is rounded to odd there, which keeps enough
-    to round once more, correctly, to the narrow dtype. fp64 splits product and sum in two. ``scale`` is of one
-    dtype with ``own``, of the same shape or a scalar. For fp64 the products must stay below about 1e300 and above
-    about 1e-290.
-
-    Example:
-        >>> third = torch.tensor(1 / 3)
-        >>> fused_multiply_add(third, torch.tensor(3.0), torch.tensor(-1.0))
-        tensor(2.9802e-08)
-        >>> third * 3.0 - 1.0
-        tensor(0.)
-
-    Source: PTX ``fma.rn``. Method: Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums:
-    proved algorithms using rounding to odd", IEEE Transactions on Computers 57(4), 2008.
+    Narrow dtypes go through fp64, where the product is exact. The sum is rounded to odd there, which keeps enough to
+    round once more, correctly, to the narrow dtype. fp64 splits product and sum in two; its products must stay below
+    about 1e300 and above about 1e-290. Source: PTX ``fma.rn``. Method: Boldo and Melquiond, "Emulation of a FMA and
+    correctly rounded sums: proved algorithms using rounding to odd", IEEE Transactions on Computers 57(4), 2008.
     """
     if own.dtype == torch.float64:
         high, low = _two_product(own, scale)
@@ -126,15 +101,11 @@ def _add(total: Tensor, other: Tensor, op: ReduceOpName) -> Tensor:
 
 
 def _scale_and_add(own: Tensor, scale: Tensor, total: Tensor, fused: bool) -> Tensor:
-    scaled = own * scale
+    scaled, is_power_of_two = own * scale, math.frexp(scale.item())[0] == 0.5
     # Where no product was rounded (n a power of two, no underflow) one rounding and two agree.
-    if not fused or (_is_power_of_two(scale) and torch.equal(scaled / scale, own)):
+    if not fused or (is_power_of_two and torch.equal(scaled / scale, own)):
         return scaled.add_(total)
     return fused_multiply_add(own, scale, total)
-
-
-def _is_power_of_two(scale: Tensor) -> bool:
-    return math.frexp(scale.item())[0] == 0.5
 
 
 def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

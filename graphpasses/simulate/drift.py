@@ -245,10 +245,7 @@ def _reduced(
 
 
 def _why(
-    steps: Sequence[_Step],
-    orders: Sequence[_Orders],
-    sums: Mapping[int, tuple[int, ...]],
-    ranks: Sequence[int],
+    steps: Sequence[_Step], orders: Sequence[_Orders], sums: Mapping[int, tuple[int, ...]], ranks: Sequence[int]
 ) -> str:
     """Says which groups of two ranks add in which other orders."""
     index = next(i for i, pair in enumerate(zip(*(sums[rank] for rank in ranks), strict=True)) if len({*pair}) > 1)

@@ -67,20 +67,10 @@ def parse_selection(
 ) -> dict[str, dict[str, bool]]:
     """Reads a list like ``"ring;allreduce:^ll,ll128"``.
 
-    Entries are separated by ";". All but the first begin with a function and ":", and the first may: without it, it
-    is for all functions. An entry names what is allowed, or, after "^", what is not. Case does not matter.
-    ``variable`` is for messages. Without ``by_function`` the text is read as NCCL 2.23 does: one list for all
-    functions, in which unknown names are ignored. Returns for each function that an entry is for whether each name
-    is allowed.
-
-    Raises:
-        TopologyError: what NCCL refuses: an unknown function or name, or a later entry without a function.
-
-    Example:
-        >>> parse_selection("^tree;allreduce:ring", ("tree", "ring"))["reduce"]
-        {'tree': False, 'ring': True}
-
-    Source: NCCL ``src/graph/tuning.cc`` (``parseList``).
+    All entries but the first begin with a function and ":", and the first may: without it, it is for all functions.
+    An entry names what is allowed, or, after "^", what is not. Without ``by_function`` the text is read as NCCL 2.23
+    does: one list for all functions, in which unknown names are ignored. Returns for each function that an entry is
+    for whether each name is allowed. Source: NCCL ``src/graph/tuning.cc`` (``parseList``).
     """
     if not by_function:
         listed = _listed(text, names)

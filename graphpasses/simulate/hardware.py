@@ -19,12 +19,12 @@ _ASSUMED: dict[str, Any] = {
     "nvls": True,
     "cpu": "intel",
 }
-_UNITS = {
-    "intra_bandwidth": " GB/s",
-    "inter_bandwidth": " GB/s",
-    "nvls_bandwidth": " GB/s",
-    "net_latency": " µs",
-}
+_UNITS = {"intra_bandwidth": " GB/s", "inter_bandwidth": " GB/s", "nvls_bandwidth": " GB/s", "net_latency": " µs"}
+
+
+def tuples(value: Any) -> Any:
+    """Returns the tuple that was written as a list of JSON; any other value as it is."""
+    return tuple(map(tuples, value)) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Hardware:
         algorithms: the value of ``NCCL_ALGO``; "" if it is not set.
         protocols: the value of ``NCCL_PROTO``; "" if it is not set.
         log: what a log says of NCCL's choices; it overrides all of the above. See
-            :func:`graphpasses.simulate.parse_tuning_log`.
+            :func:`graphpasses.simulate.topology_from_log`.
 
     Raises:
         TopologyError: a value that NCCL has not, or a version outside of 2.23 to 2.30.
@@ -113,12 +113,7 @@ class Hardware:
     def from_json(cls, values: dict[str, Any]) -> Hardware:
         """Returns the hardware whose ``dataclasses.asdict`` a run file has; raises TypeError for an unknown field."""
         log = values.get("log")
-        if log is not None:
-            table, choices, channels = (
-                tuple(map(tuple, log.get(name, ()))) for name in ("table", "choices", "channels")
-            )
-            log = TuningLog(table, choices, channels, log.get("plugin", ""))
-        return cls(**{**values, "log": log})
+        return cls(**{**values, "log": log and TuningLog(**{name: tuples(each) for name, each in log.items()})})
 
     def at_least(self, *version: int) -> bool:
         """Whether NCCL is this version, of two or three numbers, or a later one; "2.28" is the last 2.28.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from graphpasses.errors import TopologyError
-from graphpasses.simulate.communicators import groups_of_log
 from graphpasses.simulate.hardware import UNKNOWN_HARDWARE, Hardware
 from graphpasses.simulate.rings import Ring, Topology, Tree, fills_nodes
-from graphpasses.simulate.tuning_log import parse_tuning_log
+from graphpasses.simulate.tuning_log import learn, parse_tuning_log
 
 # "Channel 00/16 :    0   7   6 ..." but not "Channel 00/0 : 0[0] -> 1[1] via P2P".
 _CHANNEL_LINE = re.compile(r"Channel (\d+)/(\d+) *:((?: +\d+)+)[ \r]*$", re.MULTILINE)
@@ -24,33 +24,28 @@ _VERSION = re.compile(r"NCCL version (\d+\.\d+\.\d+)")
 _SETTING = re.compile(r"(NCCL_\w+) set by environment to ([^\s.]+)")
 _NOT_MODELLED = re.compile(r"NCCL_(LL_|LL128_)?BUFFSIZE|NCCL_(LL128_)?NTHREADS|NCCL_THREAD_THRESHOLDS")
 
+# What says whose a line is.
+_LINE = re.compile(r"([^\s:\[\]]+):(\d+):(\d+) \[-?\d+\] NCCL INFO (.*)")  # host, process, thread
+_INIT = re.compile(
+    r"comm (0x[0-9a-f]+) rank (\d+) nranks (\d+) .*?"
+    r"(?:parent (0x[0-9a-f]+) (?:(?:childCount|splitCount) (\d+) )?color (-?\d+)|commId (0x[0-9a-f]+)).*"
+    r"- Init (START|COMPLETE)"
+)
+_COLLECTIVE = re.compile(r"\w+: opCount \S+ .*\bcomm (0x[0-9a-f]+) \[nranks=\d+\]")
+_CHOICE = re.compile(r"\w+: \d+ Bytes -> Algo ")
+
+_Process = tuple[str, str]  # host and number
+
 
 def parse_nccl_log(text: str) -> tuple[Ring, ...]:
-    """Reads the rings of one communicator from a log.
-
-    ``text`` is the output of a run with ``NCCL_DEBUG=INFO``, with any prefix before ``Channel cc/NN : 0 1 2 ...``.
-    Repeated lines are allowed if they agree. Rings come in channel order.
-
-    Raises:
-        TopologyError: no such line, a channel with two different rings (several communicators in one log),
-            a channel that is missing, or a line that is not a permutation of the ranks.
-
-    Example:
-        >>> parse_nccl_log("node0:7:9 [0] NCCL INFO Channel 00/01 :    0   1   3   2")
-        ((0, 1, 3, 2),)
+    """Reads the rings of one communicator from a log, in channel order.
 
     Source: NCCL ``src/graph/rings.cc`` (``ncclBuildRings`` prints the line on rank 0).
     """
     found: dict[int, Ring] = {}
     totals = set()
     for channel, total, ranks in _CHANNEL_LINE.findall(text):
-        ring = tuple(int(rank) for rank in ranks.split())
-        known = found.setdefault(int(channel), ring)
-        if known != ring:
-            raise TopologyError(
-                f"channel {channel} has two different rings in the log, {list(known)} and {list(ring)}; "
-                "keep the lines of one communicator"
-            )
+        learn(found, int(channel), tuple(map(int, ranks.split())), f"rings of channel {channel}")
         totals.add(int(total))
     if not found:
         raise TopologyError(
@@ -70,31 +65,16 @@ def parse_nccl_log(text: str) -> tuple[Ring, ...]:
 
 
 def parse_trees(text: str, num_ranks: int, num_channels: int) -> tuple[Tree, ...]:
-    """Reads the trees of one communicator from a log.
+    """Reads the tree of every channel of one communicator from a log of all ranks; () if not all of them are there.
 
-    ``text`` is the output of a run with ``NCCL_DEBUG=INFO``, with lines ``Trees [0] 1/-1/-1->0->-1 ...`` of all
-    ranks. Returns the tree of every channel; () if the lines of some ranks or channels are not in the log (NCCL
-    ends a line after 1023 characters).
-
-    Raises:
-        TopologyError: a rank has two different trees on one channel, or parents and children do not agree.
-
-    Example:
-        >>> parse_trees("[0] Trees [0] 1/-1/-1->0->-1\\n[1] Trees [0] -1/-1/-1->1->0", 2, 1)
-        (((1,), ()),)
-
-    Source: NCCL ``src/init.cc`` (``initTransportsRank``).
+    NCCL ends a line after 1023 characters. Source: NCCL ``src/init.cc`` (``initTransportsRank``).
     """
     found: dict[tuple[int, int], tuple[tuple[int, ...], int]] = {}
     for line in _TREES_LINE.findall(text):
         for entry in _TREE.findall(line):
             channel, *below, rank, parent = (int(number) for number in entry)
             own = tuple(child for child in below if child >= 0), parent
-            if found.setdefault((channel, rank), own) != own:
-                raise TopologyError(
-                    f"rank {rank} has two different trees on channel {channel} in the log; "
-                    "keep the lines of one communicator"
-                )
+            learn(found, (channel, rank), own, f"trees of rank {rank} on channel {channel}")
     if found.keys() != {(channel, rank) for channel in range(num_channels) for rank in range(num_ranks)}:
         return ()
     for (channel, rank), (children, _) in found.items():
@@ -167,3 +147,88 @@ def _topology(text: str, gpus_per_node: int, hardware: Hardware, options: dict[s
         hardware=hardware,
         **options,
     )
+
+
+@dataclass
+class _Communicator:
+    """One that several processes have, by their own addresses."""
+
+    num_ranks: int
+    members: dict[int, _Process] = field(default_factory=dict)  # by rank of the communicator
+    lines: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that have a communicator of their own."""
+
+    ranks: tuple[int, ...]  # of the run, in the communicator's order
+    hosts: tuple[str, ...]  # of each of them
+    text: str  # the communicator's lines; of several communicators, if the same ranks have them
+
+
+def groups_of_log(text: str) -> tuple[Group, ...]:
+    """Returns the groups of ranks of a log; () if it does not say whose its lines are, or all are one group's.
+
+    A communicator's are the lines between the start and the end of its initialization, in the same thread, and what
+    was taken for a collective of it, where lines of ``NCCL_DEBUG_SUBSYS=COLL`` say of which; without them, where the
+    process is in one group alone. Communicators of which ranks did not log are left out. Source: NCCL ``src/init.cc``
+    (``ncclCommInitRankFunc``), ``src/enqueue.cc`` (``ncclEnqueueCheck``).
+    """
+    communicators, choices = _read(text)
+    complete = [each for each in communicators if len(each.members) == each.num_ranks]
+    found: dict[tuple[_Process, ...], list[str]] = defaultdict(list)
+    for each in complete:
+        found[tuple(each.members[rank] for rank in range(each.num_ranks))] += each.lines
+    if len(found) < 2:
+        return ()
+    rank_of = _ranks_of(complete, {process for each in communicators for process in each.members.values()})
+    for process, lines in choices.items():
+        if len(its := [group for group in found if process in group]) == 1:
+            found[its[0]] += lines
+    return tuple(
+        Group(tuple(rank_of[each] for each in group), tuple(host for host, _ in group), "\n".join(lines))
+        for group, lines in found.items()
+    )
+
+
+def _ranks_of(communicators: list[_Communicator], processes: set[_Process]) -> dict[_Process, int]:
+    """Returns the rank of each process in the first communicator that all have."""
+    for each in communicators:
+        if {*each.members.values()} == processes:
+            return {process: rank for rank, process in each.members.items()}
+    raise TopologyError(
+        "the log has several communicators, none of them of all processes, so that nothing says which process is "
+        "which rank; call torch.distributed.barrier() before training"
+    )
+
+
+def _read(text: str) -> tuple[list[_Communicator], dict[_Process, list[str]]]:
+    """Returns the communicators of a log, and, by process, what was taken for no known one."""
+    communicators: dict[object, _Communicator] = {}
+    choices: dict[_Process, list[str]] = defaultdict(list)
+    here: dict[tuple[_Process, str], tuple[object, _Communicator]] = {}  # by address
+    starting: dict[tuple[_Process, str], _Communicator] = {}  # by thread
+    called: dict[tuple[_Process, str], _Communicator | None] = {}  # likewise
+    for line in filter(None, map(_LINE.search, text.splitlines())):
+        host, pid, number, said = line.groups()
+        process: _Process = (host, pid)
+        thread = process, number
+        if init := _INIT.search(said):
+            address, rank, num_ranks, parent, count, color, key, what = init.groups()
+            if what == "COMPLETE":
+                starting.pop(thread, None)
+                continue
+            if parent is not None:  # what is split off has no name of its own
+                key = here.get((process, parent), (parent, None))[0], count, color
+            begun = starting[thread] = communicators.setdefault(key, _Communicator(int(num_ranks)))
+            begun.members[int(rank)] = process
+            here[process, address] = key, begun
+        elif call := _COLLECTIVE.match(said):
+            called[thread] = here.get((process, call[1]), (None, None))[1]
+        elif _CHOICE.match(said):
+            owner = called.get(thread)
+            (choices[process] if owner is None else owner.lines).append(said)
+        elif thread in starting:
+            starting[thread].lines.append(said)
+    return [*communicators.values()], choices

@@ -15,8 +15,7 @@ from functools import lru_cache
 from typing import Literal
 
 from graphpasses.errors import TopologyError
-from graphpasses.simulate.choice import played
-from graphpasses.simulate.cost_model import search_channels
+from graphpasses.simulate.choice import played, search_channels
 from graphpasses.simulate.rings import Topology, ending_at, rings
 from graphpasses.simulate.trees import Order, tree_order, trees
 
@@ -44,17 +43,10 @@ class ReductionPart:
 
 
 def num_channels(topology: Topology, num_bytes: int) -> int:
-    """Returns how many channels a collective may use.
+    """Returns how many channels a collective may use on a topology that names algorithm and protocol.
 
-    ``num_bytes`` are those of the larger of input and output on one rank: ``num_ranks`` shards for a
-    reduce-scatter, the buffer for an all-reduce. Under ``"simple"`` there is about one channel per 32 KiB. The
-    topology must name algorithm and protocol; see :func:`graphpasses.simulate.played`.
-
-    Example:
-        >>> num_channels(Topology(16, gpus_per_node=8), 100 * 1024)
-        3
-
-    Source: NCCL ``src/enqueue.cc`` (``topoGetAlgoInfo``).
+    ``num_bytes`` are those of the larger of input and output on one rank. Source: NCCL ``src/enqueue.cc``
+    (``topoGetAlgoInfo``).
     """
     if "auto" in (topology.algorithm, topology.protocol):
         raise TopologyError('algorithm or protocol is "auto"; ask graphpasses.simulate.played what NCCL takes')
@@ -70,14 +62,7 @@ def num_channels(topology: Topology, num_bytes: int) -> int:
 def channel_parts(
     topology: Topology, collective: Collective, count: int, element_size: int, op: str = "avg"
 ) -> tuple[range, ...]:
-    """Splits the elements over the channels.
-
-    ``count`` is in elements of one rank's shard (reduce-scatter) or of the whole buffer, ``element_size`` in bytes.
-    Returns one range of elements per channel in use, in channel order; together they are ``range(count)``.
-
-    Example:
-        >>> [len(part) for part in channel_parts(Topology(4, gpus_per_node=2), "all_reduce", 50000, 2)]
-        [24576, 24576, 848]
+    """Splits the elements of one rank's shard (reduce-scatter) or of the whole buffer over the channels in use.
 
     Source: NCCL ``src/enqueue.cc`` (``scheduleCollTasksToPlan``, ``ncclFuncTrafficPerByte``).
     """
@@ -113,31 +98,17 @@ def channel_parts(
 
 @lru_cache(maxsize=256)
 def reduction_parts(
-    topology: Topology,
-    collective: Collective,
-    count: int,
-    element_size: int,
-    destination: int = 0,
-    op: str = "avg",
+    topology: Topology, collective: Collective, count: int, element_size: int, destination: int = 0, op: str = "avg"
 ) -> tuple[ReductionPart, ...]:
     """Returns the order of addition of every element.
 
     A reduction that ends at rank d starts at d's successor on the ring. A reduce-scatter ends each shard at its own
     rank; a ring all-reduce cuts a channel's part into chunks and ends chunk j at the ring's j-th rank, counted from
     rank 0. A tree has one order for all of a channel's elements. ``destination`` is the rank that receives the
-    result; an all-reduce ignores it. ``op`` matters where the topology leaves the algorithm to NCCL; ``count`` is
-    as for :func:`channel_parts`.
-
-    Raises:
-        UnsupportedError: the order is not modelled: NCCL takes NVLS or PAT, or a tree that is not known.
-
-    Example:
-        >>> parts = reduction_parts(Topology(4, gpus_per_node=2), "reduce_scatter", 20000, 2, destination=1)
-        >>> [part.order for part in parts]
-        [(2, 3, 0, 1), (0, 3, 2, 1), (2, 3, 0, 1)]
-
-    Source: NCCL ``runRing`` of ``src/device/reduce_scatter.h``, ``src/device/all_reduce.h`` and
-    ``src/device/reduce.h``; see :mod:`graphpasses.simulate.trees`.
+    result; an all-reduce ignores it. ``op`` matters where the topology leaves the algorithm to NCCL. Raises
+    UnsupportedError where the order is not modelled: NCCL takes NVLS or PAT, or a tree that is not known. Source:
+    NCCL ``runRing`` of ``src/device/reduce_scatter.h``, ``src/device/all_reduce.h`` and ``src/device/reduce.h``; see
+    :mod:`graphpasses.simulate.trees`.
     """
     if count == 0:
         return ()

@@ -9,13 +9,11 @@ CPU tensors only. Collectives finish before they return, also with ``async_op=Tr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
 
 from graphpasses._torch.process_group import (
     GlooProcessGroup,
@@ -26,10 +24,10 @@ from graphpasses._torch.process_group import (
 )
 from graphpasses.errors import ClusterError, TopologyError, UnsupportedError
 from graphpasses.simulate.arithmetic import ReduceOpName
-from graphpasses.simulate.collectives import reduce_parts, simulate_all_reduce, simulate_reduce_scatter
+from graphpasses.simulate.collectives import reduce_parts, simulate_reduce_scatter
 from graphpasses.simulate.nccl import Collective, reduction_parts
 from graphpasses.simulate.rings import Topology, default_topology
-from graphpasses.simulate.scheduler import Call, RankScheduler, current
+from graphpasses.simulate.scheduler import Call, current
 
 _configured: Topology | None = None
 
@@ -118,25 +116,17 @@ class RingProcessGroup(PythonProcessGroup):
 class NCCLSimProcessGroup(RingProcessGroup, GlooProcessGroup):
     """A process group whose reductions give the bits that NCCL's rings would give.
 
-    A reduce-scatter exchanges raw contributions, one shard per rank, and adds them locally. An all-reduce
-    does so for one stretch of the buffer per rank and gathers the results. ``global_ranks`` are the world ranks of
-    the group, in group order; without a ``topology`` of its own it has the world's, restricted to the group.
+    A reduce-scatter exchanges raw contributions, one shard per rank, and adds them locally. An all-reduce does so for
+    one stretch of the buffer per rank and gathers the results. Made by torch, of ``init_process_group`` or
+    ``new_group``; without a topology of its own as ``pg_options`` it has the world's, restricted to the group.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        size: int,
-        timeout: timedelta,
-        global_ranks: Sequence[int],
-        topology: Topology | None,
-    ) -> None:
-        if topology is not None:
-            _check_size(topology, size)
-        super().__init__(store, rank, size, timeout)
-        self._global_ranks = tuple(global_ranks)
-        self._topology = topology
+    def __init__(self, options: Any, pg_options: Any) -> None:
+        self._topology = pg_options if isinstance(pg_options, Topology) else None
+        if self._topology is not None:
+            _check_size(self._topology, options.group_size)
+        super().__init__(options.store, options.group_rank, options.group_size, options.timeout)
+        self._global_ranks = _global_ranks(options)
 
     @property
     def topology(self) -> Topology:
@@ -194,20 +184,12 @@ def _check_size(topology: Topology, num_ranks: int) -> None:
         raise TopologyError(f"the topology has {topology.num_ranks} ranks, but the process group has {num_ranks}")
 
 
-def _create(options: Any, pg_options: Any) -> NCCLSimProcessGroup:
-    # torch passes no ranks for the world.
-    global_ranks = options.global_ranks_in_group or range(options.group_size)
-    return NCCLSimProcessGroup(
-        options.store,
-        options.group_rank,
-        options.group_size,
-        options.timeout,
-        global_ranks,
-        pg_options if isinstance(pg_options, Topology) else None,
-    )
+def _global_ranks(options: Any) -> tuple[int, ...]:
+    """Returns the world ranks of a group, in group order; torch passes none for the world."""
+    return tuple(options.global_ranks_in_group or range(options.group_size))
 
 
-dist.Backend.register_backend("nccl_sim", _create, extended_api=True, devices=["cpu"])
+dist.Backend.register_backend("nccl_sim", NCCLSimProcessGroup, extended_api=True, devices=["cpu"])
 
 
 # ---- ranks that are threads ----------------------------------------------------------------------------------
@@ -219,15 +201,15 @@ _ONLY_COLLECTIVES = "ranks of a simulated cluster meet in collectives only; send
 class ThreadProcessGroup(RingProcessGroup):
     """A process group of threads."""
 
-    def __init__(
-        self, scheduler: RankScheduler, name: str, rank: int, ranks: Sequence[int], topology: Topology
-    ) -> None:
-        super().__init__(rank, len(ranks))
+    def __init__(self, options: Any, pg_options: Any) -> None:
+        super().__init__(options.group_rank, options.group_size)
+        if current.scheduler is None:
+            raise ClusterError(f"the backend {BACKEND} is for ranks of run_cluster; use nccl_sim for processes")
         serve_collectives_without_tensors(self)
-        self._scheduler = scheduler
-        self._ranks = tuple(ranks)
-        self._key = (name, self._ranks)
-        self.topology = topology
+        self._scheduler, self._ranks = current.scheduler, _global_ranks(options)
+        self._key = (options.group_id, self._ranks)
+        own = pg_options if isinstance(pg_options, Topology) else None
+        self.topology = own or self._scheduler.topology.restrict(self._ranks)
 
     def exchange(self, collective: str, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
 
@@ -243,8 +225,6 @@ class ThreadProcessGroup(RingProcessGroup):
             flats = [call.data for call in calls]
             if collective == "reduce_scatter":
                 results = simulate_reduce_scatter(flats, self.topology, op, factor=factor)
-            elif collective == "all_reduce":
-                results = [simulate_all_reduce(flats, self.topology, op, factor=factor)] * len(calls)
             else:
                 parts = reduction_parts(self.topology, collective, len(flat), flat.element_size(), root, op)
                 results = [reduce_parts(flats, parts, self.topology, op, factor=factor)] * len(calls)
@@ -267,13 +247,4 @@ class ThreadProcessGroup(RingProcessGroup):
         raise ClusterError(_ONLY_COLLECTIVES)
 
 
-def _create_of_threads(options: Any, pg_options: Any) -> ThreadProcessGroup:
-    scheduler = current.scheduler
-    if scheduler is None:
-        raise ClusterError(f"the backend {BACKEND} is for ranks of run_cluster; use nccl_sim for processes")
-    ranks = options.global_ranks_in_group or range(options.group_size)
-    topology = pg_options if isinstance(pg_options, Topology) else scheduler.topology.restrict(ranks)
-    return ThreadProcessGroup(scheduler, options.group_id, options.group_rank, ranks, topology)
-
-
-dist.Backend.register_backend(BACKEND, _create_of_threads, extended_api=True, devices=["cpu"])
+dist.Backend.register_backend(BACKEND, ThreadProcessGroup, extended_api=True, devices=["cpu"])

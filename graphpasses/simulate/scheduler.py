@@ -6,14 +6,11 @@ made for threads, and a deadlock is seen at once.
 
 from __future__ import annotations
 
-import signal
 import threading
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -86,22 +83,29 @@ class RankScheduler:
                 failure.__context__, failure.__suppress_context__ = error, True
                 self._fail(failure)
             self._hand_over()
+            ended.release()
 
-        def interrupt() -> None:  # every rank ends at its next collective
-            self._failure = ClusterError("the cluster was interrupted")
-
+        ended = threading.Semaphore(0)
         random = torch.get_rng_state()
         threads = [
             threading.Thread(target=thread, args=(rank,), name=f"rank {rank}", daemon=True)
             for rank in range(self.topology.num_ranks)
         ]
         try:
-            with _interrupts_wait(interrupt):
-                for each in threads:
-                    each.start()
+            for each in threads:
+                each.start()
+            self._hand_over()
+            for _ in threads:  # an interrupt of join() would take its thread for ended
+                ended.acquire()
+        except KeyboardInterrupt:  # every rank ends at its next collective; a second interrupt does not wait
+            self._failure = ClusterError("the cluster was interrupted")
+            begun = [each for each in threads if each.ident is not None]
+            if len(self._ready) == len(threads):  # none has had its turn
+                self._ready = deque(range(len(begun)))
                 self._hand_over()
-                for each in threads:
-                    each.join()
+            for each in begun:
+                each.join()
+            raise
         finally:
             torch.set_rng_state(random)
         if self._failure is not None:
@@ -109,12 +113,7 @@ class RankScheduler:
         return [results[rank] for rank in range(self.topology.num_ranks)]
 
     def meet(
-        self,
-        key: object,
-        ranks: tuple[int, ...],
-        rank: int,
-        call: Call,
-        perform: Callable[[Sequence[Call]], None],
+        self, key: object, ranks: tuple[int, ...], rank: int, call: Call, perform: Callable[[Sequence[Call]], None]
     ) -> None:
         """Waits until every rank of a group has called; the last to come performs for all, with the calls by rank."""
         self._go_on()
@@ -163,29 +162,6 @@ class RankScheduler:
         for rank in range(self.topology.num_ranks):
             waiting.setdefault(rank, "not waiting: it has ended")
         return _by_text(waiting)
-
-
-@contextmanager
-def _interrupts_wait(note: Callable[[], None]) -> Iterator[None]:
-    """Calls ``note`` at the first interrupt, which happens when the block has ended; a second one does not wait."""
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
-    frames: list[FrameType | None] = []
-
-    def keep(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, handler)
-        frames.append(frame)
-        note()
-
-    signal.signal(signal.SIGINT, keep)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if frames:
-        handler(signal.SIGINT, frames[0])
 
 
 def _by_text(texts: Mapping[int, str]) -> str:

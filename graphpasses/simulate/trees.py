@@ -16,18 +16,11 @@ Order = tuple["int | Order", ...]
 def trees(topology: Topology) -> tuple[Tree, ...]:
     """Returns the tree of every channel: of each rank its children, in the order in which it adds them.
 
-    On one node a tree is a chain. With one GPU on each node it is a double binary tree: half of the channels have
-    the first tree, the others its mirror image or, for an odd number of nodes, the first tree moved by one rank. With
-    several GPUs on several nodes the chain inside a node is what a search finds, so only a log has it.
-
-    Example:
-        >>> trees(Topology(3, gpus_per_node=3, num_channels=1))
-        (((1,), (2,), ()),)
-        >>> trees(Topology(4, gpus_per_node=1, num_channels=2, num_search_rings=1))
-        (((2,), (), (1, 3), ()), ((), (2, 0), (), (1,)))
-
-    Source: NCCL ``src/graph/trees.cc`` (``ncclGetBtree``, ``ncclGetDtree``), ``src/graph/connect.cc``
-    (``ncclTopoPreset``, ``connectTrees``, ``ncclTopoPostset``).
+    On one node a tree is a chain. With one GPU on each node it is a double binary tree: half of the channels have the
+    first tree, the others its mirror image or, for an odd number of nodes, the first tree moved by one rank. With
+    several GPUs on several nodes the chain inside a node is what a search finds, so only a log has it. Source: NCCL
+    ``src/graph/trees.cc`` (``ncclGetBtree``, ``ncclGetDtree``), ``src/graph/connect.cc`` (``ncclTopoPreset``,
+    ``connectTrees``, ``ncclTopoPostset``).
     """
     num_ranks = topology.num_ranks
     if topology.explicit_trees:
@@ -51,14 +44,7 @@ def trees(topology: Topology) -> tuple[Tree, ...]:
 
 
 def tree_order(tree: Tree) -> Order:
-    """Returns in which order a tree adds.
-
-    A rank adds its own contribution to what its first child has summed, then what the others have. In the result a
-    tuple is a sum of its own.
-
-    Example:
-        >>> tree_order(((1, 2), (), (3,), ()))
-        (1, 0, (3, 2))
+    """Returns in which order a tree adds: a rank its own to what its first child has, then what the others have.
 
     Source: NCCL ``src/device/all_reduce.h`` (``runTreeSplit``), ``src/device/prims_ll.h``, ``prims_ll128.h``,
     ``common_kernel.h`` (``reduceCopyPacks``).

@@ -21,7 +21,7 @@ BASE_LATENCY = {
     "pat": (8.0, 8.0, 8.0),
 }
 
-# By link, algorithm and protocol. The network's of nvls_tree was 14 up to 2.28.8: see cost_model.py.
+# By link, algorithm and protocol. The network's of nvls_tree was 14 up to 2.28.8: see choice.py.
 LINK_LATENCY: dict[str, dict[str, tuple[float, float, float]]] = {
     "nvlink": {
         "tree": (0.6, 1.25, 4.0),

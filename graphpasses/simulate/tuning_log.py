@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import dataclass
+from typing import TypeVar
 
 from graphpasses.errors import TopologyError
 
@@ -59,24 +60,22 @@ class TuningLog:
         return f"the tuner plugin {self.plugin} may choose other channels" if self.plugin and not seen else ""
 
 
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+def learn(known: dict[Key, Value], key: Key, value: Value, what: str, of_one: str = "communicator") -> None:
+    """Adds what a line of a log says; raises if another line has said otherwise."""
+    if (before := known.setdefault(key, value)) != value:
+        raise TopologyError(f"the log has two {what}, {before} and {value}; keep the lines of one {of_one}")
+
+
 def parse_tuning_log(text: str) -> TuningLog | None:
-    """Reads NCCL's table of costs, and what it took for which size.
+    """Reads NCCL's table of costs, and what it took for which size; None if there is neither, and no tuner plugin.
 
-    ``text`` is the output of a run with ``NCCL_DEBUG=INFO`` and ``TUNING`` among the ``NCCL_DEBUG_SUBSYS``; of the
-    table one communicator's. Repeated lines are allowed if they agree. None if the text has neither, and no tuner
-    plugin.
-
-    Raises:
-        TopologyError: two tables that contradict each other, or two choices for one size: lines do not name the
-            reduction, so a SUM and an AVG of one size cannot be told apart.
-
-    Example:
-        >>> log = parse_tuning_log("AllReduce: 4096 Bytes -> Algo TREE proto LL channel{Lo..Hi}={0..0}")
-        >>> log.choice("all_reduce", 4096, 4096)
-        ('tree', 'll')
-
-    Source: NCCL ``src/graph/tuning.cc`` (``ncclTopoTuneModel``) and ``src/enqueue.cc`` (``topoGetAlgoInfo`` of 2.23,
-    ``scheduleCollTasksToPlan`` of 2.24 and later).
+    Lines do not name the reduction, so a SUM and an AVG of one size that take different choices contradict each
+    other. Source: NCCL ``src/graph/tuning.cc`` (``ncclTopoTuneModel``) and ``src/enqueue.cc`` (``topoGetAlgoInfo`` of
+    2.23, ``scheduleCollTasksToPlan`` of 2.24 and later).
     """
     table: dict[tuple[str, str, str], tuple[float, float]] = {}
     choices: dict[tuple[str, int, bool], tuple[str, str]] = {}
@@ -90,24 +89,16 @@ def parse_tuning_log(text: str) -> TuningLog | None:
             cells = zip(itertools.product(algorithms, PROTOCOLS), _CELL.findall(row[2]), strict=False)
             for (algorithm, protocol), (latency, bandwidth) in cells:
                 key, value = (_FUNCTIONS[row[1]], algorithm, protocol), (float(latency), float(bandwidth))
-                if table.setdefault(key, value) != value:
-                    raise TopologyError(
-                        f"the log has two costs of {', '.join(key)}, {table[key]} and {value}; "
-                        "keep the lines of one communicator"
-                    )
+                learn(table, key, value, f"costs of {', '.join(key)}")
         elif found := _CHOICE.search(line):
             function, size, algorithm, protocol, rest, low, high = found.groups()
             if low is not None:
                 channels[_FUNCTIONS[function], int(size), int(low), int(high)] = None
             if rest == " time":
                 algorithm, protocol = ALGORITHMS[int(algorithm)], PROTOCOLS[int(protocol)]
-            taken = algorithm.lower(), protocol.lower()
-            seen = choices.setdefault((_FUNCTIONS[function], int(size), rest == " time"), taken)
-            if seen != taken:
-                raise TopologyError(
-                    f"the log has two choices for {_FUNCTIONS[function]} of {size} bytes, {' '.join(seen)} and "
-                    f"{' '.join(taken)}; keep the lines of one communicator and one reduction"
-                )
+            taken, key_of = (algorithm.lower(), protocol.lower()), (_FUNCTIONS[function], int(size), rest == " time")
+            what = f"choices for {_FUNCTIONS[function]} of {size} bytes"
+            learn(choices, key_of, taken, what, "communicator and one reduction")
     plugin = _PLUGIN.search(text)
     if not table and not choices and plugin is None:
         return None

@@ -9,7 +9,7 @@ from tests.helpers.golden import read
 
 
 def regions(text: str) -> list[list[str]]:
-    return [[node.name for node in region.nodes] for region in plan_regions(read(text).graph).regions]
+    return [[node.name for node in region] for region in plan_regions(read(text).graph).regions]
 
 
 def test_views_join_calls() -> None:

@@ -151,7 +151,7 @@ class _Printer:
         body = list(self.body([node for node in nodes if node.op != "placeholder"]))
         words = set(re.findall(r"\w+", "\n".join(body)))
         for node in self.items:
-            if self.names[node] in words or not node.users:
+            if self.names[node] in words or (not node.users and self.is_data(node)):
                 yield self.line(node)
         yield from body
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from graphpasses.graph.traffic import Event, Traffic, Transfer
-from graphpasses.scale import Speeds, StepTime, replay, step_time
+from graphpasses.scale import Speeds, StepTime, step_time
+from graphpasses.scale.step_time import replay
 
 FIRST, SECOND = Transfer("all_gather", 4, 2, 1), Transfer("reduce_scatter", 6, 2, 1)
 COMPUTE = Event("compute", flops=5)

@@ -12,7 +12,8 @@ from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp import Layout, make_bucket_layout
 from graphpasses.graph.pass_report import Numerics, PassReport, PipelineReport
 from graphpasses.graph.traffic import Event, Traffic, Transfer
-from graphpasses.scale import Speeds, bucketings, scale_rows, steps_of_passes
+from graphpasses.scale import Speeds
+from graphpasses.scale.step_time import bucketings, scale_rows, steps_of_passes
 
 SPEEDS = Speeds(ranks=(8, 64), algorithms=("ring",), tokens=1000)
 PARAMETERS = [(name, (4096, 512), 0) for name in ("a", "b", "c")]

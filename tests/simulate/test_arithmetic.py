@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphpasses.errors import UnsupportedError
-from graphpasses.simulate import fused_multiply_add, reduce_in_order
+from graphpasses.simulate.arithmetic import fused_multiply_add, reduce_in_order
 
 # Significant bits, and exponent of the smallest subnormal number.
 FORMATS = {

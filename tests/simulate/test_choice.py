@@ -8,15 +8,8 @@ from typing import Any
 import pytest
 
 from graphpasses.errors import TopologyError, UnsupportedError
-from graphpasses.simulate import (
-    Hardware,
-    Topology,
-    channel_parts,
-    choose,
-    num_channels,
-    played,
-    reduction_parts,
-)
+from graphpasses.simulate import Hardware, Topology, choose, played
+from graphpasses.simulate.nccl import channel_parts, num_channels, reduction_parts
 
 AUTO: dict[str, Any] = {"algorithm": "auto", "protocol": "auto"}
 CLUSTER = Topology(64, gpus_per_node=8, **AUTO)

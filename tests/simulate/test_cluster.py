@@ -16,16 +16,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from graphpasses.capture import capture_train_step, simple_fsdp
 from graphpasses.errors import ClusterError
-from graphpasses.simulate import (
-    Topology,
-    reduce_parts,
-    reduction_parts,
-    run_cluster,
-    share,
-    simulate_all_reduce,
-    simulate_reduce_scatter,
-    step_for_rank,
-)
+from graphpasses.simulate import Topology, run_cluster, share, step_for_rank
+from graphpasses.simulate.collectives import reduce_parts, simulate_reduce_scatter
+from graphpasses.simulate.nccl import reduction_parts
+from tests.helpers.reductions import simulate_all_reduce
 
 RAIL = Topology(8, gpus_per_node=4)
 COUNT = 5_000

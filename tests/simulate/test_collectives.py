@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -10,14 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphpasses.simulate import (
-    Topology,
-    reduce_parts,
-    reduction_parts,
-    rings,
-    simulate_all_reduce,
-    simulate_reduce_scatter,
-)
+from graphpasses.simulate import Topology
+from graphpasses.simulate.collectives import reduce_parts, simulate_reduce_scatter
+from graphpasses.simulate.nccl import reduction_parts
+from graphpasses.simulate.rings import rings
+from tests.helpers.reductions import simulate_all_reduce
 
 RAIL = Topology(16, gpus_per_node=8)
 SHARED = Topology(16, gpus_per_node=16, mode="shared")
@@ -148,10 +144,3 @@ def test_a_stretch_of_the_buffer_gets_the_bits_of_the_whole() -> None:
     whole = simulate_all_reduce(inputs, RAIL)
     stretch = reduce_parts(inputs[:, 1234:54321].unbind(), parts, RAIL, offset=1234)
     assert torch.equal(stretch, whole[1234:54321])
-
-
-def test_wrong_inputs() -> None:
-    with pytest.raises(ValueError, match=re.escape("expected 16 flat inputs of one length, got 2 of shapes [(3,)]")):
-        simulate_all_reduce([torch.ones(3)] * 2, RAIL)
-    with pytest.raises(ValueError, match="3 elements cannot be scattered evenly over 16 ranks"):
-        simulate_reduce_scatter([torch.ones(3)] * 16, RAIL)

@@ -7,14 +7,9 @@ from typing import Any
 
 import pytest
 
-from graphpasses.simulate import (
-    Hardware,
-    Topology,
-    channel_parts,
-    num_channels,
-    reduction_parts,
-    rings,
-)
+from graphpasses.simulate import Hardware, Topology
+from graphpasses.simulate.nccl import channel_parts, num_channels, reduction_parts
+from graphpasses.simulate.rings import rings
 
 CLUSTER = Topology(16, gpus_per_node=8)
 MIB = 1024 * 1024

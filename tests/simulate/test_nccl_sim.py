@@ -15,16 +15,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from graphpasses.parity.launch import run_ranks
-from graphpasses.simulate import (
-    Topology,
-    configure,
-    default_topology,
-    reduce_parts,
-    reduction_parts,
-    simulate_all_reduce,
-    simulate_reduce_scatter,
-)
+from graphpasses.simulate import Topology, configure, default_topology
+from graphpasses.simulate.collectives import reduce_parts, simulate_reduce_scatter
+from graphpasses.simulate.nccl import reduction_parts
 from tests.helpers.models import same_bits
+from tests.helpers.reductions import simulate_all_reduce
 
 NUM_RANKS = 4
 COUNT = 50_001

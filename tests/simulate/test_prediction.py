@@ -12,14 +12,9 @@ from torch import Tensor
 
 from graphpasses.errors import LayoutError, TopologyError
 from graphpasses.fsdp import BucketLayout, Layout, make_bucket_layout
-from graphpasses.simulate import (
-    Prediction,
-    Topology,
-    predict,
-    simulate_all_reduce,
-    simulate_reduce_scatter,
-    sweep,
-)
+from graphpasses.simulate import Prediction, Topology, predict, sweep
+from graphpasses.simulate.collectives import simulate_reduce_scatter
+from tests.helpers.reductions import simulate_all_reduce
 
 RAIL = Topology(16, gpus_per_node=8)
 SHAPES = {"w1": (512, 100), "b1": (512,), "w2": (300, 512), "b2": (300,), "norm": (7,)}

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from graphpasses.errors import TopologyError
-from graphpasses.simulate import Topology, default_topology, parse_nccl_log, rings, topology_from_log
+from graphpasses.simulate import Topology, default_topology, topology_from_log
+from graphpasses.simulate.logs import parse_nccl_log
+from graphpasses.simulate.rings import rings
 
 LOG = """\
 node0:4711:4802 [0] NCCL INFO comm 0x55d0 rank 0 nRanks 4 nNodes 2 localRanks 2 localRank 0 MNNVL 0
@@ -140,10 +142,7 @@ def test_log() -> None:
         ),
         (
             LOG + "Channel 00/02 :    0   2",
-            (
-                "channel 00 has two different rings in the log, [0, 1, 2, 3] and [0, 2]; "
-                "keep the lines of one communicator"
-            ),
+            ("the log has two rings of channel 00, (0, 1, 2, 3) and (0, 2); keep the lines of one communicator"),
         ),
         (
             "Channel 00/03 : 0 1\nChannel 02/03 : 0 1",

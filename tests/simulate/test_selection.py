@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from graphpasses.errors import TopologyError
-from graphpasses.simulate import Hardware, parse_selection
-from graphpasses.simulate.environment import enabled
+from graphpasses.simulate import Hardware
+from graphpasses.simulate.environment import enabled, parse_selection
 
 PROTOCOLS = ("ll", "ll128", "simple")
 

@@ -17,16 +17,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from graphpasses.errors import TopologyError
 from graphpasses.fsdp import BucketLayout, Layout, eager_layout, make_bucket_layout
-from graphpasses.simulate import (
-    Ring,
-    Topology,
-    TopologyDiff,
-    diff_topologies,
-    run_cluster,
-    simulate_all_reduce,
-    simulate_reduce_scatter,
-    topology_from_log,
-)
+from graphpasses.simulate import Topology, TopologyDiff, diff_topologies, run_cluster, topology_from_log
+from graphpasses.simulate.collectives import simulate_reduce_scatter
+from graphpasses.simulate.rings import Ring
+from tests.helpers.reductions import simulate_all_reduce
 
 FORTH, BACK = (0, 1, 2, 3, 4, 5, 6, 7), (0, 7, 6, 5, 4, 3, 2, 1)
 SHAPES = {"embed": (8, 8000), "w": (8, 27_000), "norm": (8,)}

@@ -13,17 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphpasses.errors import TopologyError, UnsupportedError
-from graphpasses.simulate import (
-    Topology,
-    Tree,
-    parse_trees,
-    reduction_parts,
-    run_cluster,
-    simulate_all_reduce,
-    topology_from_log,
-    tree_order,
-    trees,
-)
+from graphpasses.simulate import Topology, run_cluster, topology_from_log
+from graphpasses.simulate.logs import parse_trees
+from graphpasses.simulate.nccl import reduction_parts
+from graphpasses.simulate.rings import Tree
+from graphpasses.simulate.trees import tree_order, trees
+from tests.helpers.reductions import simulate_all_reduce
 
 NODE = Topology(6, gpus_per_node=6, num_channels=2, algorithm="tree")
 # Two trees over nodes of one GPU.
@@ -165,7 +160,7 @@ def test_incomplete_trees_are_not_taken() -> None:
     for text, message in (
         (
             LOG + "Trees [0] 2/1/-1->0->-1",
-            "rank 0 has two different trees on channel 0 in the log; keep the lines",
+            "the log has two trees of rank 0 on channel 0, ((1, 2), -1) and ((2, 1), -1); keep the lines",
         ),
         (LOG.replace("->3->2 [1]", "->3->1 [1]"), "rank 3 is not below rank 2 on both lines of channel 0"),
     ):

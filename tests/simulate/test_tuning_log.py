@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from graphpasses.errors import TopologyError
-from graphpasses.simulate import Hardware, Topology, choose, parse_tuning_log, topology_from_log
+from graphpasses.simulate import Hardware, Topology, choose, topology_from_log
+from graphpasses.simulate.tuning_log import parse_tuning_log
 
 AUTO: dict[str, Any] = {"algorithm": "auto", "protocol": "auto"}
 PREFIX = "node0:4711:4802 [0] NCCL INFO "
@@ -98,8 +99,8 @@ def test_logs_without_either() -> None:
         (
             taken("AllReduce", 64, "RING", "LL") + taken("AllReduce", 64, "NVLS", "SIMPLE"),
             (
-                "the log has two choices for all_reduce of 64 bytes, ring ll and nvls simple; keep the lines of one "
-                "communicator and one reduction"
+                "the log has two choices for all_reduce of 64 bytes, ('ring', 'll') and ('nvls', 'simple'); keep "
+                "the lines of one communicator and one reduction"
             ),
         ),
     ],

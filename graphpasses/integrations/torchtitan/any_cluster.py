@@ -19,7 +19,7 @@ from graphpasses.fsdp.canonical import canonical_reductions
 from graphpasses.fsdp.canonical_norm import canonical_clip_grad_norm_
 from graphpasses.fsdp.canonical_update import check_canonical_update
 from graphpasses.fsdp.microbatches import MicrobatchTree
-from graphpasses.integrations.torchtitan.buckets import Canonical
+from graphpasses.integrations.torchtitan.buckets import ACCUMULATE
 from graphpasses.integrations.torchtitan.refusals import PIPELINE
 
 # Degrees that split a sample's work, so that products and sums are other ones, or that torchtitan reduces by itself.
@@ -60,7 +60,7 @@ def canonical_trainer(config: Any, *, accumulate: torch.dtype | None = None) -> 
     trainer = config.build()
     _check_degrees(trainer)
     (model,) = trainer.model_parts
-    trainer.graphpasses_canonical = Canonical(accumulate)
+    setattr(trainer, ACCUMULATE, accumulate)
     if isinstance(trainer, GraphTrainer):
         _check_graph_trainer(trainer)
     else:
@@ -152,10 +152,8 @@ class _DealtLoader:
 
     def __iter__(self) -> Iterator[Any]:
         dealt = iter(self._whole)
-        for first in dealt:
-            together = [first, *(each for _, each in zip(range(self._num_ranks - 1), dealt, strict=False))]
-            if len(together) == self._num_ranks:
-                yield together[self._rank]
+        for together in zip(*[dealt] * self._num_ranks, strict=False):
+            yield together[self._rank]
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = self._whole.state_dict()

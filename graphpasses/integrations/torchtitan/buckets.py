@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from graphpasses.errors import UnsupportedError
@@ -20,6 +18,10 @@ HEAD = "lm_head"
 
 ON_REWRITTEN = "graphpasses_on_rewritten"
 """Attribute of a trainer: called with the report of the passes and the rewritten step, if it is there."""
+
+
+ACCUMULATE = "graphpasses_accumulate"
+"""Attribute of a trainer whose gradients are added in a tree: in which dtype, or None."""
 
 
 def has_head(model: nn.Module) -> bool:
@@ -35,13 +37,6 @@ def buckets_of(model: nn.Module, config: Any) -> tuple[BucketPlan, Layout]:
     if isinstance(config.loss, ChunkedLossWrapper.Config) and has_head(model):
         plan, layout = chunked_buckets(plan, layout, model, HEAD)
     return plan, layout
-
-
-@dataclass(frozen=True)
-class Canonical:
-    """What a trainer has as ``graphpasses_canonical`` if gradients are added in a tree, and in which dtype."""
-
-    accumulate: torch.dtype | None
 
 
 def default_buckets(fqns: Iterable[str]) -> tuple[tuple[str, ...], ...]:

@@ -7,11 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torchtitan.experiments.graph_trainer.configs import (
-    EpOverlapChunkDim,
-    EpOverlapConfig,
-    GraphTrainerCompileConfig,
-)
+from torchtitan.experiments.graph_trainer.configs import EpOverlapChunkDim, EpOverlapConfig, GraphTrainerCompileConfig
 from torchtitan.experiments.graph_trainer.ep_eager_chunk import maybe_apply_ep_overlap_eager_chunking
 from torchtitan.experiments.graph_trainer.ep_pass_utils import collect_chunked_regions
 

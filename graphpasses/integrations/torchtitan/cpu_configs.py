@@ -51,10 +51,7 @@ def trainer_config(recipe: Recipe, folder: Path, num_steps: int, pipeline: str |
     from torchtitan.components.loss import ChunkedLossWrapper
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
     from torchtitan.experiments.graph_trainer.common_utils import build_decoder_config_for_backend
-    from torchtitan.experiments.graph_trainer.configs import (
-        GraphTrainerCompileConfig,
-        to_graph_trainer_config,
-    )
+    from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig, to_graph_trainer_config
     from torchtitan.models.common import Linear
     from torchtitan.models.common.param_init import skip_param_init
 

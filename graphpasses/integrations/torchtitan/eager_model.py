@@ -17,7 +17,7 @@ from graphpasses.fsdp.canonical import canonical_reductions
 from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.identity import IdentityMap
-from graphpasses.integrations.torchtitan.buckets import buckets_of
+from graphpasses.integrations.torchtitan.buckets import ACCUMULATE, buckets_of
 
 _DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "world_size")
 
@@ -98,10 +98,9 @@ def eager_buckets(trainer: Any) -> list[tuple[BucketPlan, Layout]]:
 def eager_parts(trainer: Any) -> list[nn.Module]:
     """Returns the parts of torchtitan's eager model; raises where its parameters are tied or trained otherwise."""
     parts = eager_reference(trainer)
-    canonical = getattr(trainer, "graphpasses_canonical", None)
     for model, eager in zip(trainer.model_parts, parts, strict=True):
-        if canonical is not None:
-            canonical_reductions(eager, accumulate=canonical.accumulate)
+        if hasattr(trainer, ACCUMULATE):
+            canonical_reductions(eager, accumulate=getattr(trainer, ACCUMULATE))
         _check_ties(IdentityMap.of(model), eager)
         _check_trained(model, eager)
     return parts

@@ -44,20 +44,10 @@ class TraceWatch:
             if self.snapshot is not None:
                 yield
                 return
-            model = self._trainer.model_parts[0]
-            reads = Reads(model, self._trainer.loss_fn)
-            with reads.watched(), reads.running():
+            watch = StageWatch(self._trainer.model_parts[0], self._trainer.loss_fn)
+            with watch.watched():
                 yield
-                _refuse_changes(reads)
-            self.snapshot = Snapshot.of(model, reads.attributes, reads.names)
-
-
-def _refuse_changes(reads: Reads) -> None:
-    for slot in reads.changed():
-        raise CaptureError(
-            f"forward reads attribute {slot.path!r} and changes it while graph_trainer traces it; the graph would "
-            "not. Keep it in a buffer that forward writes in place, or set it outside of forward"
-        )
+            self.snapshot = watch.snapshot
 
 
 def step_check(trainer: Any, step: CapturedStep) -> Callable[[nn.Module, tuple[Any, ...]], None]:
@@ -102,11 +92,11 @@ def _name(path: str) -> str:
 
 
 class StageWatch:
-    """What the trace of a pipeline's stage has built in."""
+    """What the trace of a model, or of a pipeline's stage, has built in."""
 
     def __init__(self, module: nn.Module, loss: Any) -> None:
         self._module, self._loss = module, loss
-        self._snapshot: Snapshot | None = None
+        self.snapshot: Snapshot | None = None
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -114,13 +104,17 @@ class StageWatch:
         reads = Reads(self._module, self._loss)
         with reads.watched(), reads.running():
             yield
-            _refuse_changes(reads)
-        self._snapshot = Snapshot.of(self._module, reads.attributes, reads.names)
+            for slot in reads.changed():
+                raise CaptureError(
+                    f"forward reads attribute {slot.path!r} and changes it while graph_trainer traces it; the graph "
+                    "would not. Keep it in a buffer that forward writes in place, or set it outside of forward"
+                )
+        self.snapshot = Snapshot.of(self._module, reads.attributes, reads.names)
 
     def check(self, module: nn.Module) -> None:
         """Raises if something is not what it was when the stage was traced."""
-        assert self._snapshot is not None
-        self._snapshot.check(module)
+        assert self.snapshot is not None
+        self.snapshot.check(module)
 
     def checks_inputs(self, values: Sequence[Any], stage: int) -> Callable[[list[Any]], None]:
         """Returns what checks a stage's flat inputs of a microbatch against those that it was traced with."""

@@ -10,7 +10,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch import fx
 from torchtitan.experiments.graph_trainer import passes as titan
@@ -36,28 +36,12 @@ from graphpasses.integrations.torchtitan.refusals import (
     refuse_trainer,
     warn_of_options,
 )
-from graphpasses.integrations.torchtitan.stages import rewrite_stages
+from graphpasses.integrations.torchtitan.stages import BUCKETING, Pass, name_of, rewrite_stages, with_ours
 from graphpasses.passes import default_pipeline
 from graphpasses.proof.prove import prove_as
 
-_Pass: TypeAlias = Callable[..., fx.GraphModule]
-
-_BUCKETING = "joint_transformer_block_bucketing_reordering_pass"
 _CONCRETE = "concretize_ep_chunk_symbolic_shapes_pass"
 
-# Ours in their places. torchtitan's canonicalization comes last: ours know a captured step by its views.
-_OURS_FOR = {
-    "canonicalize_graph_pass": (),
-    "deduplicate_fsdp_unshard_chains_pass": ("deduplicate-shared",),
-    _BUCKETING: (
-        "coalesce-grad-reductions",
-        "bucket-fsdp-collectives",
-        "reshard-after-forward",
-        "prefetch-collectives",
-        "update-in-backward",
-    ),
-    "schedule_fsdp_comms_to_dense_regions_pass": (),  # of torchtitan's own buckets
-}
 # Of torchtitan's passes those that compute otherwise, or in other process groups: with them the proof has two parts.
 _ORIGINS = ("ep_overlap_chunk_pass", "isolate_ep_process_group_pass", "reassign_collective_pgs_pass")
 
@@ -114,35 +98,30 @@ def graph_passes(traced: Any, config: Any, *, parallel_dims: Any = None) -> list
             )
         )
     passes.append(own.guard_pass)
-    names = [*map(_name_of, passes)]
+    names = [*map(name_of, passes)]
     for name in config.compile.disable_passes:
         if name not in names:
             logger.warning(f"--compile.disable_passes: unknown pass {name!r}; this pipeline has {', '.join(names)}")
     return passes
 
 
-def _with_ours(theirs: Sequence[_Pass], ours: Mapping[str, _Pass], own: _OwnPasses) -> Iterator[_Pass]:
+def _with_ours(theirs: Sequence[Pass], ours: Mapping[str, Pass], own: _OwnPasses) -> Iterator[Pass]:
     """Yields torchtitan's passes, with ours for some, and marks where the proof's parts end and begin."""
-    named = [(_name_of(each), each) for each in theirs]
+    named = [(name_of(each), each) for each in theirs]
     names = [name for name, _ in named]
     if _CONCRETE in names:  # the scheduler asks for no sizes; ours are of those that the step is called with
-        named.insert(names.index(_BUCKETING), named.pop(names.index(_CONCRETE)))
+        named.insert(names.index(BUCKETING), named.pop(names.index(_CONCRETE)))
     own.origins = tuple(name for name, _ in named if name in _ORIGINS)
     for name, each in named:
         if name == "ep_overlap_schedule_pass":
             yield own.release_shared_nodes_pass
         if own.origins and name == own.origins[0]:
             yield own.end_first_part_pass
-        if own.origins and name == _BUCKETING:
+        if own.origins and name == BUCKETING:
             yield own.begin_second_part_pass
-        yield from (ours[its] for its in _OURS_FOR[name]) if name in _OURS_FOR else (each,)
+        yield from with_ours(name, each, ours)
         if name == "ep_overlap_chunk_pass":
             yield add_chunks_before_casts_pass
-
-
-def _name_of(each: Any) -> str:
-    name: str = getattr(each, "func", each).__name__
-    return name
 
 
 def _trainer_of(config: Any) -> Any:
@@ -176,7 +155,7 @@ class _OwnPasses:
     @property
     def after_rewriting(self) -> tuple[Callable[..., fx.GraphModule], ...]:
         """Those that follow our other passes, in order."""
-        return self.prove_pass, self._report_pass, self._order_pass, self._finish_pass
+        return self.prove_pass, self._report_pass, self._finish_pass
 
     def end_first_part_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
         """Keeps the graph as it is before a pass of torchtitan that computes otherwise."""
@@ -215,11 +194,11 @@ class _OwnPasses:
             self.on_rewritten(report, replace(self.step, module=gm))
         return gm
 
-    def _order_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
-        """Orders a tied weight's gradients as eager adds them to ``.grad``: what ran in chunks is reduced first.
+    def _finish_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
+        """Gives torchtitan outputs that are None, where a tied weight's gradient is another name's output.
 
-        torchtitan adds by names; where gradients accumulate, (grad + chunks) + rest has other bits than (grad + rest)
-        + chunks.
+        It adds a tied weight's gradients by names. They are ordered as eager adds them to ``.grad``, what ran in
+        chunks first: (grad + chunks) + rest has other bits than (grad + rest) + chunks.
         """
         in_chunks = {fqn for entry in self.plan.entries if entry.accumulates for fqn in entry.fqns}
         node = gm.graph.output_node()
@@ -228,14 +207,7 @@ class _OwnPasses:
             first = sorted(slots, key=lambda slot: self.step.outputs[slot].fqn not in in_chunks)
             for slot, value in zip(slots, [values[slot] for slot in first], strict=True):
                 values[slot] = value
-        node.args = (values,)
-        return gm
-
-    def _finish_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
-        """Gives torchtitan outputs that are None, where a tied weight's gradient is another name's output."""
-        node = gm.graph.output_node()
-        flat = iter(list(node.args[0]))  # type: ignore[arg-type]
-        layouts = self.traced.output_subclass_layouts
+        flat, layouts = iter(values), self.traced.output_subclass_layouts
         outputs: list[Any] = []
         for index in range(self.traced.num_flat_outputs):
             parts = [next(flat) for _ in range(layouts[index].num_tensors if index in layouts else 1)]

@@ -16,12 +16,7 @@ from torchtitan.experiments.graph_trainer.graph_pp.split_fsdp_collectives import
 
 from graphpasses._torch.fx_graphs import lazy_module
 from graphpasses._torch.graph_parts import extracted
-from graphpasses.analysis.parameter_collectives import (
-    CAST,
-    UNSHARD_OPS,
-    find_grad_reductions,
-    gradient_summands,
-)
+from graphpasses.analysis.parameter_collectives import CAST, UNSHARD_OPS, find_grad_reductions, gradient_summands
 from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import TrainGraph, argument
@@ -34,19 +29,10 @@ UNREDUCED = "graphpasses_unreduced"
 
 
 def mark_unreduced(graph: TrainGraph, num_results: int, plan: BucketPlan, compute: torch.dtype) -> dict[int, str]:
-    """Marks the gradients of a stage's parameters as they are before FSDP casts and reduces them.
+    """Marks the gradients of a stage's parameters as they are, in the dtype of compute, before FSDP casts them.
 
-    Args:
-        graph: the joint graph, whose gradients are reduced one by one.
-        num_results: how many of its outputs come before the gradients.
-        plan: eager's buckets.
-        compute: dtype in which parameters are read, and autograd gives their gradients.
-
-    Returns:
-        The parameters' FQNs, by their gradients' places among the outputs that are gradients.
-
-    Raises:
-        UnsupportedError: a parameter's gradients are reduced apart.
+    In the joint graph they are reduced one by one; ``num_results`` of its outputs come before them. Returns the
+    parameters' FQNs, by their gradients' places among the outputs that are gradients.
     """
     marked: dict[int, str] = {}
     reductions, values = find_grad_reductions(graph), graph.output_values
@@ -137,9 +123,6 @@ def cut_reductions(
 
     Gradients leave backward before FSDP casts them. The graph that reduces them takes their sums, cast; those that
     are reduced ``apart`` are not in it.
-
-    Raises:
-        UnsupportedError: a gradient that was ``marked`` is no more in the graph.
     """
     outputs = list(module.graph.output_node().args[0])  # type: ignore[arg-type]
     unreduced: list[Any] = outputs[:num_param_grads]
@@ -191,16 +174,10 @@ def joined_stage(
     is_split: bool,
     apart: tuple[Sequence[int], fx.GraphModule] | None = None,
 ) -> fx.GraphModule:
-    """Joins a stage's graphs to one, as a step of one microbatch runs them.
+    """Joins a stage's graphs to one with the inputs and outputs of the joint graph, as a microbatch runs them.
 
-    Args:
-        graph: the joint graph of which they were made.
-        graphs: made of it.
-        is_split: whether gradients of inputs and of weights come from graphs of their own.
-        apart: which gradients another graph reduces, and that graph.
-
-    Returns:
-        A module with the inputs and the outputs of ``graph``.
+    ``is_split`` says whether gradients of inputs and of weights come from graphs of their own, ``apart`` which
+    gradients another graph reduces, and that graph.
     """
     modules, meta = graphs.modules, graphs.meta
     whole = fx.Graph()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from torch import Tensor, fx, nn
 from torchtitan.components.loss import ChunkedLossWrapper
@@ -30,22 +30,39 @@ from graphpasses.integrations.torchtitan.stage_graphs import (
     joined_stage,
     mark_unreduced,
 )
-from graphpasses.integrations.torchtitan.stage_head import HeadReductions, head_reductions
-from graphpasses.integrations.torchtitan.stage_sums import MicrobatchSums
+from graphpasses.integrations.torchtitan.stage_sums import HeadReductions, MicrobatchSums, head_reductions
 from graphpasses.passes import default_pipeline
 from graphpasses.proof.prove import prove_as
 
-# Ours in the places of torchtitan's. A stage's parameters are gathered by a graph of their own, so that nothing is
-# gathered again or ahead. Cutting knows views, which torchtitan's canonicalization would change.
+BUCKETING = "joint_transformer_block_bucketing_reordering_pass"
+
+# Ours in the places of torchtitan's, whose canonicalization would change the views by which ours know a step.
 _OURS_FOR = {
     "canonicalize_graph_pass": (),
     "deduplicate_fsdp_unshard_chains_pass": ("deduplicate-shared",),
-    "joint_transformer_block_bucketing_reordering_pass": (
+    BUCKETING: (
         "coalesce-grad-reductions",
         "bucket-fsdp-collectives",
+        "reshard-after-forward",
+        "prefetch-collectives",
+        "update-in-backward",
     ),
-    "schedule_fsdp_comms_to_dense_regions_pass": (),
+    "schedule_fsdp_comms_to_dense_regions_pass": (),  # of torchtitan's own buckets
 }
+# A stage's parameters are gathered by a graph of their own, so that nothing is gathered again or ahead.
+_NOT_OF_STAGES = ("reshard-after-forward", "prefetch-collectives", "update-in-backward")
+
+Pass: TypeAlias = Callable[..., fx.GraphModule]
+
+
+def name_of(each: Any) -> str:
+    name: str = getattr(each, "func", each).__name__
+    return name
+
+
+def with_ours(name: str, each: Pass, ours: Mapping[str, Pass]) -> Sequence[Pass]:
+    """Returns what runs in the place of one of torchtitan's passes, which may be itself."""
+    return [ours[its] for its in _OURS_FOR[name] if its in ours] if name in _OURS_FOR else [each]
 
 
 def rewrite_stages(trainer: Any) -> None:
@@ -64,18 +81,15 @@ class StageGraphs(stage_graphs_with_hooks()):  # type: ignore[misc]
     """A stage's graphs, which keep the sums of its microbatches."""
 
     def __init__(
-        self,
-        modules: Any,
-        meta: Any,
-        check: Callable[[list[Any]], None],
-        is_first: bool,
-        head: HeadReductions | None,
+        self, modules: Any, meta: Any, check: Callable[[list[Any]], None], is_first: bool, head: HeadReductions | None
     ) -> None:
         super().__init__(modules, meta)
         self.sums = MicrobatchSums()
         self.head = head
         self._check, self._is_first = check, is_first
-        placeholders = {} if modules.reduce_grad is None else _values(modules.reduce_grad)
+        reduce = modules.reduce_grad
+        inputs = [] if reduce is None else reduce.graph.find_nodes(op="placeholder")
+        placeholders = {node.name: node.meta.get("val") for node in inputs}
         names = enumerate(meta.bw_no_fsdp_output_names[: meta.num_param_grad_values])
         found = {index: placeholders.get(name) for index, name in names}
         self._dtypes = {index: value.dtype for index, value in found.items() if isinstance(value, Tensor)}
@@ -172,10 +186,7 @@ class _Building:
         config = self._trainer.config
         num_results = traced.output_spec.child(0).num_leaves
         graph = read_traced_stage(
-            traced,
-            model=stage.submod,
-            num_results=num_results,
-            num_tangents=0 if stage.is_last else num_results,
+            traced, model=stage.submod, num_results=num_results, num_tangents=0 if stage.is_last else num_results
         )
         self._stage, self._graph, self._original = stage, graph, graph.copy()
         eager = self._eager[id(stage.submod)]
@@ -186,17 +197,13 @@ class _Building:
         ours = {
             each.name: each.as_function(graph, self._reports, graph_diff=wants_diff)
             for each in default_pipeline(plan, expected_layout=self._layout).passes
+            if each.name not in _NOT_OF_STAGES
         }
 
         theirs = titan.compile_time_passes(
             traced, config, parallel_dims=self._trainer.parallel_dims, include_inductor=False
         )
-        names = [getattr(each, "func", each).__name__ for each in theirs]
-        passes = [
-            ours[name] if name else each
-            for its, each in zip(names, theirs, strict=True)
-            for name in _OURS_FOR.get(its, ("",))
-        ]
+        passes = [one for each in theirs for one in with_ours(name_of(each), each, ours)]
         first = passes.index(ours["bucket-fsdp-collectives"])
 
         def run(some: list[Callable[..., Any]]) -> None:
@@ -249,7 +256,3 @@ class _Building:
         logger.info(f"{PIPELINE}, stage {self._stage.stage_index}:\n{report}")
         if (on_rewritten := getattr(self._trainer, ON_REWRITTEN, None)) is not None:
             on_rewritten(report, wholes[0])
-
-
-def _values(module: Any) -> dict[str, Any]:
-    return {node.name: node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")}

@@ -10,11 +10,7 @@ from torch import fx
 from graphpasses.agreement import CollectiveSequence, Question, breaks_class, common_classes
 from graphpasses.analysis.levels import grouped
 from graphpasses.embedding.emit_pooled_all_to_all import MergedPooledAllToAll
-from graphpasses.embedding.torchrec.pooled_all_to_all import (
-    PooledAllToAll,
-    batch_classes,
-    read_pooled_all_to_all,
-)
+from graphpasses.embedding.torchrec.pooled_all_to_all import PooledAllToAll, batch_classes, read_pooled_all_to_all
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.graph.nodes import collective_group, wait_of
 from graphpasses.passes.all_to_all_buckets import plan_launch_order

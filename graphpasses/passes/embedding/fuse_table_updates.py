@@ -126,11 +126,7 @@ def _plan(graph: TrainGraph, update: Update) -> tuple[list[TableUpdate], dict[st
 
 
 def _plan_table(
-    update: Update,
-    fqn: str,
-    placeholders: list[fx.Node],
-    slot: int,
-    calls: tuple[list[fx.Node], list[fx.Node]],
+    update: Update, fqn: str, placeholders: list[fx.Node], slot: int, calls: tuple[list[fx.Node], list[fx.Node]]
 ) -> TableUpdate | str:
     leaves, sums = calls
     if update.clip_norm is not None:

@@ -32,11 +32,6 @@ from graphpasses.passes.runner import GraphPass, Numerics
 _POOLING_MODES = {"sum": 0, "mean": 1}
 
 
-def _is_float(node: fx.Node) -> bool:
-    """Whether a node calls ``x.float()``; what is looked up is float32."""
-    return node.op == "call_method" and node.target == "float"
-
-
 def _plan(graph: DynamoGraph) -> tuple[list[tuple[BagCall, ...]], tuple[fx.Node, ...]]:
     """Returns the calls that become one lookup each, table by table, and an order in which they are adjacent."""
     calls, left_alone = read_bag_calls(graph)
@@ -134,7 +129,8 @@ def _replace_calls(graph: DynamoGraph, calls: Sequence[BagCall], output: fx.Node
     ends = accumulate((call.table.size(1) for call in calls), initial=0)
     columns = dict(zip((call.node for call in calls), pairwise(ends), strict=True))
     for node in columns:
-        for user in filter(_is_float, tuple(node.users)):
+        # What is looked up is float32.
+        for user in [each for each in node.users if each.op == "call_method" and each.target == "float"]:
             user.replace_all_uses_with(node)
             graph.graph.erase_node(user)
     for cat in dict.fromkeys(user for node in columns for user in node.users if user.target is torch.cat):

@@ -28,11 +28,6 @@ def _clone_keeps_strides(node: fx.Node) -> bool:
     return statically_known_true(sym_eq(torch.empty_like(value).stride(), value.stride()))
 
 
-def _copies(call: fx.Node, functionalized: FunctionalizedCall, index: int) -> list[fx.Node]:
-    """Returns the nodes whose value is base ``index`` after the call."""
-    return [user for user in call.users if user.args[1] == functionalized.num_results + index]
-
-
 class _Memory:
     """Who reads and who owns which memory. Every value of a written tensor has a storage of its own, still."""
 
@@ -59,7 +54,7 @@ class _Memory:
     def why_copied(self, node: fx.Node, call: FunctionalizedCall, index: int) -> str | None:
         """Returns why base ``index`` of ``call`` cannot be written in place; None if it can."""
         base, old = call.bases[index], storages(call.bases[index])
-        new = storages(*_copies(node, call, index))
+        new = storages(*(user for user in node.users if user.args[1] == call.num_results + index))
         owners = {owner for storage in old for owner in self.owners[storage]}
         readers = [self.last_reader[storage] for storage in old if storage in self.last_reader]
         late = [reader for reader in readers if reader > node]

@@ -11,7 +11,7 @@ from torch import fx
 from graphpasses.graph import WAIT
 from graphpasses.graph.nodes import collective_group
 from graphpasses.passes.fsdp._moves import MovableGather, MovableReduction, Program, Segment
-from graphpasses.passes.fsdp._timeline import Costs
+from graphpasses.passes.fsdp._timeline import Costs, Memory
 
 # A collective is launched when the one before it has less than this share of its own time left: launched later, the
 # wire may stand idle where operators take less time than was measured; earlier, it cannot give way to another.
@@ -28,40 +28,34 @@ class Schedule:
     peaks: list[int]  # in each segment
 
 
-class Scheduler:
-    """Orders a program's nodes."""
+def lazy_schedule(program: Program, costs: Costs, num_reducing: int = 0) -> Schedule:
+    """Returns the order that gathers nothing ahead, so many reductions in flight; 0: in fewest bytes."""
+    return _Player(program, costs, num_reducing).play()
 
-    def __init__(self, program: Program, costs: Costs) -> None:
-        self.program, self.costs = program, costs
-        self.latest = _latest_starts(program)
 
-    def lazy(self, num_reducing: int = 0) -> Schedule:
-        """Returns the order that gathers nothing ahead, so many reductions in flight; 0: in fewest bytes."""
-        return _Player(self, num_reducing).play()
+def schedule(program: Program, costs: Costs, limit: float, num_reducing: int) -> Schedule:
+    """Returns the order in which a program's nodes are to run.
 
-    def schedule(self, limit: float, num_reducing: int) -> Schedule:
-        """Returns the order in which a program's nodes are to run.
-
-        It plays the step: before each segment, what may be sent is launched until the wires are busy beyond it. An
-        all-gather goes first if it, or one after it, would be late after a reduction. It is not launched before its
-        use if with it the step had to hold more than ``limit`` bytes until then, with so many reductions in flight;
-        where gradients would, reductions are waited for.
-        """
-        return _Player(self, num_reducing, limit, self.lazy(num_reducing).peaks).play()
+    It plays the step: before each segment, what may be sent is launched until the wires are busy beyond it. An
+    all-gather goes first if it, or one after it, would be late after a reduction. It is not launched before its
+    use if with it the step had to hold more than ``limit`` bytes until then, with so many reductions in flight;
+    where gradients would, reductions are waited for.
+    """
+    needs = lazy_schedule(program, costs, num_reducing).peaks
+    return _Player(program, costs, num_reducing, limit, needs).play()
 
 
 class _Player:
     def __init__(
-        self, scheduler: Scheduler, num_reducing: int, limit: float | None = None, needs: Sequence[int] = ()
+        self, program: Program, costs: Costs, num_reducing: int, limit: float | None = None, needs: Sequence[int] = ()
     ) -> None:
-        self._program = program = scheduler.program
-        self._costs, self._latest = scheduler.costs, scheduler.latest
+        self._program, self._costs, self._latest = program, costs, _latest_starts(program)
         self._limit, self._num_reducing, self._needs = limit, num_reducing, needs
         self._order: list[fx.Node] = [*program.inputs]
         self._emitted = set(self._order)
         self._now = self._computed = 0.0
         self._index = 0
-        self._memory = _Memory(program)
+        self._memory = Memory(program.held)
         self._free: defaultdict[object, float] = defaultdict(float)
         self._ends: dict[fx.Node, float] = {}
         self._gathers: defaultdict[object, deque[MovableGather]] = defaultdict(deque)
@@ -106,7 +100,7 @@ class _Player:
         self._now += segment.seconds
         self._computed += segment.seconds
         self._order += segment.nodes
-        for node in segment.holding:
+        for node in segment.nodes:
             self._memory.run(node)
 
     def _emit(self, nodes: Iterable[fx.Node]) -> None:
@@ -202,30 +196,6 @@ class _Player:
         for each in reduction.then:
             self._ready[each.group].append(each)
         return True
-
-
-class _Memory:
-    """What a step holds, as its nodes run one after the other."""
-
-    def __init__(self, program: Program) -> None:
-        self.held = self.peak = 0
-        self._made: defaultdict[fx.Node, int] = defaultdict(int)
-        self._read: defaultdict[fx.Node, list[int]] = defaultdict(list)
-        self._left = [len(each.readers) for each in program.held]
-        self._bytes = [each.num_bytes for each in program.held]
-        for index, each in enumerate(program.held):
-            self._made[each.made] += each.num_bytes
-            for reader in each.readers:
-                self._read[reader].append(index)
-
-    def run(self, node: fx.Node) -> None:
-        """Counts what a node allocates, and what is freed after it."""
-        self.held += self._made.get(node, 0)
-        self.peak = max(self.peak, self.held)
-        for index in self._read.get(node, ()):
-            self._left[index] -= 1
-            if not self._left[index]:
-                self.held -= self._bytes[index]
 
 
 @dataclass(frozen=True)

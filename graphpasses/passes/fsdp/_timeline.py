@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -68,6 +69,30 @@ class Held:
     readers: tuple[fx.Node, ...]  # in the order of the graph; it is freed after the last of them
 
 
+class Memory:
+    """What a step holds, as its nodes run one after the other."""
+
+    def __init__(self, held: Sequence[Held]) -> None:
+        self.held = self.peak = 0
+        self._made: defaultdict[fx.Node, int] = defaultdict(int)
+        self._read: defaultdict[fx.Node, list[int]] = defaultdict(list)
+        self._left = [len(each.readers) for each in held]
+        self._bytes = [each.num_bytes for each in held]
+        for index, each in enumerate(held):
+            self._made[each.made] += each.num_bytes
+            for reader in each.readers:
+                self._read[reader].append(index)
+
+    def run(self, node: fx.Node) -> None:
+        """Counts what a node allocates, and what is freed after it."""
+        self.held += self._made.get(node, 0)
+        self.peak = max(self.peak, self.held)
+        for index in self._read.get(node, ()):
+            self._left[index] -= 1
+            if not self._left[index]:
+                self.held -= self._bytes[index]
+
+
 def held_after(
     node: fx.Node,
     users: Callable[[fx.Node], Iterable[fx.Node]],
@@ -109,18 +134,19 @@ class Timeline:
 
 
 def replay_order(
-    order: Sequence[fx.Node], costs: Costs, held: Iterable[Held], spans: list[Span] | None = None
+    order: Sequence[fx.Node], costs: Costs, held: Sequence[Held], spans: list[Span] | None = None
 ) -> Timeline:
-    """Plays a step, as :func:`graphpasses.scale.replay` does, but with a wire for each process group.
+    """Plays a step, as :func:`graphpasses.scale.step_time.replay` does, but with a wire for each process group.
 
     ``spans`` gets what computes and what is sent, and when.
     """
     now = computed = begun = 0.0
-    num_computed = 0
+    num_computed, memory, spans = 0, Memory(held), [] if spans is None else spans
     free: dict[object, float] = {}
     sent: dict[object, float] = {}
     ends: dict[fx.Node, float] = {}
     for node in order:
+        memory.run(node)
         if node.target == WAIT:
             arrived = ends.get(node.all_input_nodes[0], now)
             if arrived > now:
@@ -131,17 +157,16 @@ def replay_order(
             group, seconds = collective_group(node), costs.sent(node)
             ends[node] = free[group] = max(free.get(group, 0.0), now) + seconds
             sent[group] = sent.get(group, 0.0) + seconds
-            if spans is not None:
-                spans.append(_sent_span(node, group, ends[node] - seconds, ends[node]))
+            spans.append(_sent_span(node, group, ends[node] - seconds, ends[node]))
         elif seconds := costs.seconds(node):
             computed, now, num_computed = computed + seconds, now + seconds, num_computed + 1
     _add_compute(spans, begun, now, num_computed)
-    return Timeline(max([now, *free.values()]), computed, max(sent.values(), default=0.0), _peak(order, held))
+    return Timeline(max([now, *free.values()]), computed, max(sent.values(), default=0.0), memory.peak)
 
 
-def _add_compute(spans: list[Span] | None, start: float, end: float, num_operators: int) -> None:
-    """Adds a stretch in which nothing is waited for, if one is there and asked for."""
-    if spans is not None and num_operators:
+def _add_compute(spans: list[Span], start: float, end: float, num_operators: int) -> None:
+    """Adds a stretch in which nothing is waited for, if one is there."""
+    if num_operators:
         spans.append(Span("compute", start, end, f"{num_operators} operators"))
 
 
@@ -149,17 +174,3 @@ def _sent_span(node: fx.Node, group: object, start: float, end: float) -> Span:
     transfer = collective_transfer(node)
     text = f"{transfer.collective}, {transfer.num_bytes / 1e6:,.1f} MB: {node.name}"
     return Span(f"{transfer.num_ranks} ranks ({group})", start, end, text)
-
-
-def _peak(order: Sequence[fx.Node], held: Iterable[Held]) -> int:
-    place = {node: index for index, node in enumerate(order)}
-    change = [0] * (len(order) + 1)
-    for each in held:
-        change[place[each.made]] += each.num_bytes
-        last = max((place[reader] for reader in each.readers if reader in place), default=len(order) - 1)
-        change[last + 1] -= each.num_bytes
-    peak = now = 0
-    for delta in change:
-        now += delta
-        peak = max(peak, now)
-    return peak

@@ -10,12 +10,7 @@ from torch import fx
 
 from graphpasses.analysis.backward import is_backward
 from graphpasses.analysis.levels import grouped
-from graphpasses.analysis.parameter_collectives import (
-    Gather,
-    GradReduction,
-    find_grad_reductions,
-    find_unshards,
-)
+from graphpasses.analysis.parameter_collectives import Gather, GradReduction, find_grad_reductions, find_unshards
 from graphpasses.errors import LayoutError, UnsupportedError
 from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.fsdp.layout import Layout, eager_layout
@@ -102,10 +97,7 @@ def _notes(
     notes = []
     for message, fqns in (
         ("in no plan entry, keep their own collectives", (gathered | set(reductions)) - planned),
-        (
-            "gathered several times, only the first is bucketed",
-            {f for (f, _), u in unshards.items() if len(u) > 1},
-        ),
+        ("gathered several times, only the first is bucketed", {f for (f, _), u in unshards.items() if len(u) > 1}),
         ("reduced several times, not bucketed", {f for f, r in reductions.items() if len(r) > 1}),
         ("trainable without a gradient in this step, not reduced", trainable & graph.without_gradient),
         ("not read by this step, not gathered", unread),

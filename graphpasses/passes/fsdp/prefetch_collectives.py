@@ -8,13 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from graphpasses.analysis.parameter_collectives import (
-    ALL_REDUCES,
-    CAST,
-    REDUCE_SCATTERS,
-    Gather,
-    find_gathers,
-)
+from graphpasses.analysis.parameter_collectives import ALL_REDUCES, CAST, REDUCE_SCATTERS, Gather, find_gathers
 from graphpasses.errors import PipelineError
 from graphpasses.graph import WAIT, Stage, TrainGraph, is_collective, wait_of
 from graphpasses.graph.nodes import SAME_TENSOR_OPS, reach

@@ -12,9 +12,8 @@ from graphpasses.errors import PipelineError
 from graphpasses.fsdp.traffic import has_fixed_sizes
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.graph.pass_report import DrawnTimeline, Span
-from graphpasses.passes.fsdp._moves import Moves, Program
-from graphpasses.passes.fsdp._scheduler import Scheduler
-from graphpasses.passes.fsdp._splits import add_splits
+from graphpasses.passes.fsdp._moves import Moves, Program, add_splits
+from graphpasses.passes.fsdp._scheduler import lazy_schedule, schedule
 from graphpasses.passes.fsdp._timeline import Costs, Timeline, replay_order
 from graphpasses.passes.fsdp.prefetch_collectives import PrefetchCollectives, places
 from graphpasses.passes.runner import GraphPass, Numerics
@@ -118,13 +117,13 @@ class ScheduleCollectives(GraphPass):
         budget = given.peak if self.budget is None else self.budget
         found = [] if given.peak > budget else [(given.seconds, given.peak, prefetched, program)]
         found += [
-            (each.seconds, each.peak, each.order, scheduler.program)
-            for scheduler in _schedulers(moves, budget)
+            (each.seconds, each.peak, each.order, other)
+            for other in _programs(moves, budget)
             for num_reducing in _NUM_REDUCING
-            if (each := scheduler.schedule(budget, num_reducing)).peak <= budget
+            if (each := schedule(other, costs, budget, num_reducing)).peak <= budget
         ]
         if not found:
-            least = min(Scheduler(each, costs).lazy().peak for each in (program, Program(moves, is_split=True)))
+            least = min(lazy_schedule(each, costs).peak for each in (program, Program(moves, is_split=True)))
             raise PipelineError(
                 f"schedule-collectives: a budget of {budget} bytes is less than the {least} that gathered parameters "
                 "and gradients take in this step, however late they are gathered; give at least those"
@@ -142,15 +141,15 @@ class ScheduleCollectives(GraphPass):
         graph.note(_report(given, best, budget))
 
 
-def _schedulers(moves: Moves, budget: int) -> Iterator[Scheduler]:
-    """Yields schedulers of programs that gather again, or keep some, or as much as the budget allows."""
+def _programs(moves: Moves, budget: int) -> Iterator[Program]:
+    """Yields programs that gather again, or keep some, or as much as the budget allows."""
     repeated = moves.repeated()
 
-    def keeping(num_kept: int) -> Scheduler:
-        return Scheduler(Program(moves, repeated[:num_kept], is_split=True), moves.costs)
+    def keeping(num_kept: int) -> Program:
+        return Program(moves, repeated[:num_kept], is_split=True)
 
     def fits(num_kept: int) -> bool:
-        return keeping(num_kept).lazy().peak <= budget
+        return lazy_schedule(keeping(num_kept), moves.costs).peak <= budget
 
     most = bisect.bisect_left(range(1, len(repeated) + 1), True, key=lambda num: not fits(num))
     for num in sorted({0, *(most * part // _PARTS for part in range(1, _PARTS + 1))}):

@@ -49,17 +49,17 @@ def _widen_where_read(graph: TrainGraph, regions: tuple[Region, ...]) -> bool:
 
     Then what is kept from forward to backward is the narrow value.
     """
-    of = {node: region for region in regions for node in region.nodes}
+    of = {node: region for region in regions for node in region}
     written = storages(*(each for node in graph.graph.nodes for each in operator_effects(node).writes))
     found = False
     for node in [*graph.graph.nodes]:
         if not is_widening(node) or not all(user in of for user in node.users):
             continue
         source, own = node.all_input_nodes[0], of.get(node)
-        readers = {id(region): region for user in node.users if (region := of[user]) is not own}
+        readers = {region for user in node.users if (region := of[user]) is not own}
         if len(readers) < 2 - (own is not None) or storages(source) & written:
             continue
-        for region in readers.values():
+        for region in sorted(readers):
             users = [user for user in node.users if of[user] is region]
             with graph.graph.inserting_before(min(users)):
                 copy = graph.emit_copy(node, {})
@@ -81,8 +81,8 @@ def _bytes(*nodes: fx.Node) -> int:
 def _report(graph: fx.Graph, regions: tuple[Region, ...]) -> str:
     computing = [node for node in graph.nodes if node.op == "call_function" and not is_only_view(node)]
     moved = {node: _bytes(*node.all_input_nodes, node) for node in computing}
-    fused = [node for region in regions for node in region.nodes if node in moved]
-    calls = [what_runs(region.nodes) for region in regions]
+    fused = [node for region in regions for node in region if node in moved]
+    calls = [what_runs(region) for region in regions]
     before = sum(moved[node] for node in fused)
     kernels = [part for each in calls for part in each.columns]
     after = sum(_bytes(*each.inputs, *each.outputs) for each in calls)
@@ -159,7 +159,7 @@ class FuseExactly(GraphPass):
             plan = plan_regions(graph.graph, measured)
         place_nodes(graph.graph, plan.order)
         for number, region in enumerate(plan.regions):
-            for node in region.nodes:
+            for node in region:
                 node.meta[EXACT_REGION] = number
         if plan.regions:
             graph.runs_as = partial(compile_regions, kernels=graph.remembered.setdefault(EXACT_REGION, {}))

@@ -106,8 +106,7 @@ def summing(num: int) -> fx.GraphModule:
 
 def test_a_head_is_reduced_beside_what_its_group_has_added() -> None:
     """As FSDP2 does; the norm's gradient is output 0, the head's output 1."""
-    from graphpasses.integrations.torchtitan.stage_head import HeadReductions
-    from graphpasses.integrations.torchtitan.stage_sums import MicrobatchSums
+    from graphpasses.integrations.torchtitan.stage_sums import HeadReductions, MicrobatchSums
 
     head, sums = HeadReductions((1,), (0,), summing(1), summing(2)), MicrobatchSums()
     for norms, heads in ((1.0, 10.0), (2.0, 20.0)):
