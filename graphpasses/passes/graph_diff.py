@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
+import bisect
 import inspect
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx
@@ -36,23 +37,25 @@ def read_lines(graph: TrainGraph) -> list[Line]:
 
 def diff_lines(before: Sequence[Line], after: Sequence[Line]) -> tuple[tuple[Hunk, ...], int]:
     """Returns the places where a graph changed, in order, those that look alike as one; and how many are left out."""
-    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
-    staying = {line for block in matcher.get_matching_blocks() for line in before[block.a : block.a + block.size]}
+    kept = _kept(before, after)
+    staying = {before[index].node for index, _ in kept}
+    texts = [{line.node: line.text for line in lines} for lines in (before, after)]
     sides = []
-    for lines, others, mark in ((before, set(after), "-"), (after, set(before), "+")):
-        marks = [" " if line in staying else "~" if line in others else mark for line in lines]
+    for lines, mark, other in ((before, "-", texts[1]), (after, "+", texts[0])):
+        marks = [
+            " " if line.node in staying else "~" if other.get(line.node) == line.text else mark for line in lines
+        ]
         sides.append(_Side(lines, marks))
     places_of: dict[object, list[tuple[slice, slice]]] = {}
-    for group in matcher.get_grouped_opcodes(_CONTEXT):
-        first, last = group[0], group[-1]
-        place = slice(first[1], last[2]), slice(first[3], last[4])
+    for place in _places(kept, len(before), len(after)):
         places_of.setdefault(tuple(map(_Side.signature, sides, place)), []).append(place)
     patterns = list(places_of.values())
-    hunks = []
-    for places in patterns[:_MAX_HUNKS]:
-        lines_before, lines_after = map(_Side.show, sides, places[0])
-        hunks.append(Hunk(lines_before, lines_after, len(places)))
-    return tuple(hunks), sum(map(len, patterns[_MAX_HUNKS:]))
+    before_side, after_side = sides
+    found = (
+        Hunk(before_side.show(places[0][0]), after_side.show(places[0][1]), len(places))
+        for places in patterns[:_MAX_HUNKS]
+    )
+    return tuple(found), sum(map(len, patterns[_MAX_HUNKS:]))
 
 
 @dataclass(frozen=True)
@@ -68,15 +71,53 @@ class _Side:
         return tuple((mark, line.operator) for mark, line in marked if mark != " ")
 
     def show(self, place: slice) -> tuple[str, ...]:
-        """Returns the lines of a place; of very many the first and the last."""
+        """Returns the lines of a place and some around them; of very many the first and the last."""
+        around = slice(max(0, place.start - _CONTEXT), place.stop + _CONTEXT)
         shown = [
             f"{mark} {line.text[:_MAX_CHARS]}{'…' * (len(line.text) > _MAX_CHARS)}"
-            for mark, line in zip(self.marks[place], self.lines[place], strict=True)
+            for mark, line in zip(self.marks[around], self.lines[around], strict=True)
         ]
         if len(shown) > _MAX_LINES:
             half = _MAX_LINES // 2
             shown[half:-half] = [f"… {len(shown) - 2 * half} more lines"]
         return tuple(shown)
+
+
+def _places(kept: Sequence[tuple[int, int]], num_before: int, num_after: int) -> Iterator[tuple[slice, slice]]:
+    """Yields where lines changed, before and after; places with few lines between them that stayed are one."""
+    changed: list[tuple[slice, slice]] = []
+    for (i, j), (next_i, next_j) in itertools.pairwise([(-1, -1), *kept, (num_before, num_after)]):
+        if next_i - i == 1 and next_j - j == 1:
+            continue
+        start_before, start_after = i + 1, j + 1
+        if changed and start_before - changed[-1][0].stop <= 2 * _CONTEXT:
+            start_before, start_after = (side.start for side in changed.pop())
+        changed.append((slice(start_before, next_i), slice(start_after, next_j)))
+    yield from changed
+
+
+def _kept(before: Sequence[Line], after: Sequence[Line]) -> list[tuple[int, int]]:
+    """Returns the indices of lines that stayed: a longest common subsequence, each line being one of its kind."""
+    index_of = {line.node: index for index, line in enumerate(before)}
+    common = [
+        (i, j)
+        for j, line in enumerate(after)
+        if (i := index_of.get(line.node)) is not None and before[i].text == line.text
+    ]
+    # The longest ascending subsequence, by patience sorting: ends[n] is the last of the best one of length n + 1.
+    ends: list[int] = []
+    pairs: list[int] = []
+    previous: list[int] = []
+    for index, (i, _) in enumerate(common):
+        length = bisect.bisect_left(ends, i)
+        previous.append(pairs[length - 1] if length else -1)
+        ends[length : length + 1] = [i]
+        pairs[length : length + 1] = [index]
+    kept, index = [], pairs[-1] if pairs else -1
+    while index >= 0:
+        kept.append(common[index])
+        index = previous[index]
+    return kept[::-1]
 
 
 def _text(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
