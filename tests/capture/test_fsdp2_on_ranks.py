@@ -17,6 +17,7 @@ from tests.helpers.step_cases import (
     Batch,
     Case,
     Outcome,
+    Short,
     check_equals_eager,
     each_outcome,
     of_this_world,
@@ -35,7 +36,7 @@ OWN = CASES | {
         [["layers.0"], ["layers.1"]],
         MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, cast_forward_inputs=False),
     ),
-    "output_dtype": Case(policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.float32), calls=()),
+    "output_dtype": Case(Short, (), MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.float32)),
     # As in cross-attention, several modules read one activation several times.
     "cross_read": Case(CrossRead, [["layers.0"], ["layers.1"], ["layers.2"]]),
     "interleaved_reads": Case(Interleaved, ()),
