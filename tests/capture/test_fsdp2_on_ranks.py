@@ -11,13 +11,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from graphpasses.capture import capture_train_step
 from graphpasses.passes import default_pipeline
 from tests.helpers.boundary_models import CrossRead, Interleaved, Reentrant, RunTwice, Scaled
-from tests.helpers.models import next_token_loss, parallelize
+from tests.helpers.models import Short, next_token_loss, parallelize
 from tests.helpers.step_cases import (
     CASES,
     Batch,
     Case,
     Outcome,
-    Short,
     check_equals_eager,
     each_outcome,
     of_this_world,

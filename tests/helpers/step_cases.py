@@ -33,6 +33,7 @@ from tests.helpers.models import (
     PromotingTwice,
     Recomputed,
     Reused,
+    Short,
     TwoNames,
     Unused,
     even_token_batch,
@@ -51,8 +52,6 @@ NUM_RANKS = 4
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
 Wide = partial(LanguageModel, width=64, hidden=255, num_blocks=1)
 LAYERS = (("layers.0",), ("layers.1",))
-# How gradients are reduced does not depend on how many blocks there are.
-Short = partial(LanguageModel, num_blocks=1)
 LAYER = LAYERS[:1]
 
 
