@@ -32,7 +32,7 @@ def train(in_tree: bool, captured: bool) -> str:
         sums_alone(model)
     step: Any = None
     if captured:
-        step = gp.default_pipeline().run(gp.capture_train_step(loss_fn, model, *even_token_batch(0), check=False))
+        step = gp.default_pipeline().run(gp.capture_train_step(loss_fn, model, *even_token_batch(0)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for index in range(2):
         numbers = range(mesh.get_local_rank(), NUM_MICROBATCHES, mesh.size())

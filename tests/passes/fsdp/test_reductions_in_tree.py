@@ -72,7 +72,7 @@ def test_a_step_updates_in_backward(shape: tuple[int, ...]) -> None:
     def both() -> tuple[str, str, int, int]:
         eager, model = built(shape), built(shape)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        captured = gp.capture_train_step(loss_fn, model, *token_batch(0), optimizer=optimizer, check=False)
+        captured = gp.capture_train_step(loss_fn, model, *token_batch(0), optimizer=optimizer)
         step = gp.default_pipeline().run(captured)
         moved = (step.report[name].num_rewrites for name in ("prefetch-collectives", "update-in-backward"))
         return train(eager), train(model, step, updates=False), *moved
