@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from graphpasses.capture import capture_train_step
 from graphpasses.passes import default_pipeline
 from tests.helpers.boundary_models import CrossRead, Interleaved, Reentrant, RunTwice, Scaled
-from tests.helpers.models import next_token_loss, parallelize
+from tests.helpers.models import Short, next_token_loss, parallelize
 from tests.helpers.step_cases import (
     CASES,
     Batch,
@@ -35,7 +35,7 @@ OWN = CASES | {
         [["layers.0"], ["layers.1"]],
         MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, cast_forward_inputs=False),
     ),
-    "output_dtype": Case(policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.float32), calls=()),
+    "output_dtype": Case(Short, (), MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.float32)),
     # As in cross-attention, several modules read one activation several times.
     "cross_read": Case(CrossRead, [["layers.0"], ["layers.1"], ["layers.2"]]),
     "interleaved_reads": Case(Interleaved, ()),

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from graphpasses.capture import capture_train_step
 from graphpasses.passes import default_pipeline
 from tests.helpers.fsdp2_cases import HAS_DTYPES_BY_PARAMETER
-from tests.helpers.models import NUM_TOKENS, LanguageModel, make_mesh, next_token_loss, token_batch
+from tests.helpers.models import NUM_TOKENS, LanguageModel, Short, make_mesh, next_token_loss, token_batch
 from tests.helpers.step_cases import (
     NUM_RANKS,
     Batch,
@@ -129,7 +129,7 @@ def kept_in_float32(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, DeviceMesh], None]]] = {
-    shard.__name__: (LanguageModel, shard)
+    shard.__name__: (LanguageModel if shard in (lists, nested) else Short, shard)
     for shard in (
         layers_only,
         ignored_parameters,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,6 +59,10 @@ class LanguageModel(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x))
+
+
+# How gradients are reduced does not depend on how many blocks there are.
+Short = partial(LanguageModel, num_blocks=1)
 
 
 class Reused(nn.Module):
@@ -126,8 +131,8 @@ class Promoting(LanguageModel):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (super().forward(x).float() * self.scale.view(1, 1, 8)).to(x.dtype)
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, num_blocks: int = 2) -> None:
+        super().__init__(num_blocks=num_blocks)
         for block in self.layers:
             block.norm = Promoting.Norm()
         self.norm = Promoting.Norm()
@@ -136,8 +141,8 @@ class Promoting(LanguageModel):
 class PromotingTwice(Promoting):
     """The same norm runs before each block and after the last."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, num_blocks: int = 2) -> None:
+        super().__init__(num_blocks=num_blocks)
         for block in self.layers:
             block.norm = nn.Identity()
 
@@ -151,8 +156,8 @@ class PromotingTwice(Promoting):
 class Unused(LanguageModel):
     """A trainable and a frozen part that forward leaves out."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, num_blocks: int = 2) -> None:
+        super().__init__(num_blocks=num_blocks)
         self.layers[0].idle = nn.Linear(8, 5)
         self.idle = nn.Linear(5, 8).requires_grad_(False)
 
@@ -203,10 +208,16 @@ class ParallelBlock(nn.Module):
 class Parallel(nn.Module):
     """Embedding, blocks and head for tensor parallelism."""
 
-    def __init__(self, num_ups: int = 1, num_runs: int = 1, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:
+    def __init__(
+        self,
+        num_ups: int = 1,
+        num_runs: int = 1,
+        norm: Callable[[int], nn.Module] = nn.LayerNorm,
+        num_blocks: int = 2,
+    ) -> None:
         super().__init__()
         self.emb = nn.Embedding(16, 8)
-        self.layers = nn.ModuleList(ParallelBlock(num_ups, num_runs, norm) for _ in range(2))
+        self.layers = nn.ModuleList(ParallelBlock(num_ups, num_runs, norm) for _ in range(num_blocks))
         self.head = nn.Linear(8, 16)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

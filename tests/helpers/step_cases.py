@@ -33,6 +33,7 @@ from tests.helpers.models import (
     PromotingTwice,
     Recomputed,
     Reused,
+    Short,
     TwoNames,
     Unused,
     even_token_batch,
@@ -51,8 +52,6 @@ NUM_RANKS = 4
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
 Wide = partial(LanguageModel, width=64, hidden=255, num_blocks=1)
 LAYERS = (("layers.0",), ("layers.1",))
-# How gradients are reduced does not depend on how many blocks there are.
-Short = partial(LanguageModel, num_blocks=1)
 LAYER = LAYERS[:1]
 
 
@@ -101,20 +100,28 @@ class Case:
 
 
 CASES = {
-    "tied": Case(calls=(*LAYERS, ("emb", "norm", "head")), num_ranks=4),
+    "tied": Case(Short, (*LAYER, ("emb", "norm", "head")), num_ranks=4),
     "resharded": Case(reshard_after_forward=None),
-    "recomputed": Case(Recomputed, reshard_after_forward=None),
+    "recomputed": Case(partial(Recomputed, num_blocks=1), LAYER, reshard_after_forward=None),
     "three_uses": Case(Reused, [["block"], ["mixers.0", "mixers.1", "mixers.2"]]),
     "interleaved": Case(Interleaved, [["mixer"]]),
     "two_names": Case(TwoNames, [["layers.0"]]),
     "frozen": Case(frozen),
-    "unused": Case(Unused),
-    "hybrid": Case(hybrid=True, num_backwards=2, num_ranks=4),
-    "tensor_parallel": Case(Parallel, reshard_after_forward=None, tensor_parallel=True, num_backwards=2, num_ranks=4),
+    "unused": Case(partial(Unused, num_blocks=1), LAYER),
+    "hybrid": Case(Short, LAYER, hybrid=True, num_backwards=2, num_ranks=4),
+    "tensor_parallel": Case(
+        partial(Parallel, num_blocks=1),
+        LAYER,
+        reshard_after_forward=None,
+        tensor_parallel=True,
+        num_backwards=2,
+        num_ranks=4,
+    ),
     # A weight that is used twice, and norms whose weights get float32 gradients.
     "tensor_parallel_fp32_reduce": Case(
-        partial(Parallel, num_ups=2, norm=nn.RMSNorm),
-        policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+        partial(Parallel, num_ups=2, norm=nn.RMSNorm, num_blocks=1),
+        LAYER,
+        MixedPrecisionPolicy(torch.bfloat16, torch.float32),
         tensor_parallel=True,
         num_ranks=4,
     ),
@@ -122,8 +129,10 @@ CASES = {
     "fp32": Case(Short, LAYER, MixedPrecisionPolicy()),
     "mixed_dtypes": Case(mixed_dtypes, [["layers.0", "layers.1"]], MixedPrecisionPolicy()),
     "fp32_reduce": Case(Short, LAYER, MixedPrecisionPolicy(torch.bfloat16, torch.float32), num_backwards=2),
-    "promoting": Case(Promoting, policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
-    "promoting_twice": Case(PromotingTwice, policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
+    "promoting": Case(partial(Promoting, num_blocks=1), LAYER, MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
+    "promoting_twice": Case(
+        partial(PromotingTwice, num_blocks=1), LAYER, MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    ),
     "no_reduce_dtype": Case(Short, LAYER, MixedPrecisionPolicy(torch.bfloat16)),
     "fp16_reduce": Case(Short, LAYER, MixedPrecisionPolicy(torch.bfloat16, torch.float16), num_ranks=4),
     "hybrid_fp16_reduce": Case(

@@ -65,9 +65,9 @@ CASES = {
     # Each mesh by itself: DTensor's caches take meshes of other groups, but of equal ranks and names, for one.
     # Sizes depend on where routers send tokens; each expert's weights have two ranks, the dense ones four.
     "sharded × expert parallel": {
-        "deepseek_v3": Case(Recipe("deepseek_v3", num_layers=2, expert_parallel=2)),
+        "deepseek_v3": Case(Recipe("deepseek_v3", num_layers=2, num_experts=4, expert_parallel=2)),
         "overlapped experts": Case(
-            Recipe("deepseek_v3", num_layers=2, expert_parallel=2), chunks=("layers.*.moe", "seq")
+            Recipe("deepseek_v3", num_layers=2, num_experts=4, expert_parallel=2), chunks=("layers.*.moe", "seq")
         ),
     },
     # Over one rank nothing is reduced, and gradients are cast all the same.

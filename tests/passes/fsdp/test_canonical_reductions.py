@@ -21,7 +21,7 @@ from graphpasses.graph.captured_step import CapturedStep
 from graphpasses.passes import CanonicalReductions
 from graphpasses.simulate import Topology, run_cluster
 from tests.helpers.any_cluster import NUM_MICROBATCHES, loss_fn, shard
-from tests.helpers.models import LanguageModel, next_token_loss, token_batch
+from tests.helpers.models import LanguageModel, Short, next_token_loss, token_batch
 
 
 def mean_loss(model: nn.Module, *batch: torch.Tensor) -> torch.Tensor:
@@ -29,23 +29,25 @@ def mean_loss(model: nn.Module, *batch: torch.Tensor) -> torch.Tensor:
     return next_token_loss(model, *batch) / (NUM_MICROBATCHES // dist.get_world_size())
 
 
+def built() -> nn.Module:
+    torch.manual_seed(0)
+    return Short()
+
+
 def simple(shape: Sequence[int]) -> tuple[nn.Module, gp.BucketPlan]:
-    torch.manual_seed(0)
-    plan = gp.BucketPlan.from_fully_shard(shard(LanguageModel(), shape))
+    plan = gp.BucketPlan.from_fully_shard(shard(built(), shape))
     mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=("replicas", "shards")[-len(shape) :])
-    torch.manual_seed(0)
     bf16 = torch.bfloat16
-    return gp.simple_fsdp(LanguageModel(), mesh, param_dtype=bf16, reduce_dtype=bf16), plan
+    return gp.simple_fsdp(built(), mesh, param_dtype=bf16, reduce_dtype=bf16), plan
 
 
 def fsdp2(shape: Sequence[int]) -> tuple[nn.Module, None]:
-    torch.manual_seed(0)
-    return shard(LanguageModel(), shape), None
+    return shard(built(), shape), None
 
 
 def train(kind: Any, shape: Sequence[int], canonical: Any) -> list[str]:
     model, plan = kind(shape)
-    captured = gp.capture_train_step(mean_loss, model, *token_batch(0))
+    captured = gp.capture_train_step(mean_loss, model, *token_batch(0), check=False)
     step = gp.default_pipeline(plan, canonical=canonical).run(captured)
     if kind is fsdp2:
         with pytest.raises(FidelityError):  # eager is as it was
@@ -54,8 +56,7 @@ def train(kind: Any, shape: Sequence[int], canonical: Any) -> list[str]:
 
 
 def train_eagerly(shape: Sequence[int], accumulate: torch.dtype | None) -> list[str]:
-    torch.manual_seed(0)
-    model = gp.canonical_reductions(shard(LanguageModel(), shape), accumulate=accumulate)
+    model = gp.canonical_reductions(shard(built(), shape), accumulate=accumulate)
     return optimized(model, lambda *batch: loss_fn(model, *batch).backward(), model)
 
 
@@ -116,7 +117,7 @@ def test_buckets_and_what_comes_after_are_proved() -> None:
     assert step.report is not None
     assert step.report.certificate
     assert step.report.proof.startswith("but for what 'canonical-reductions' did, which may round: ")
-    assert step.report["canonical-reductions"].num_rewrites == 6
+    assert step.report["canonical-reductions"].num_rewrites == 4
     ops = {(each.collective, each.op, each.dtype) for each in gp.graph_layout(step).buckets}
     assert ops == {("reduce_scatter", "tree:float32", "bfloat16"), ("all_reduce", "tree", "float32")}
     again = CanonicalReductions(torch.float32)

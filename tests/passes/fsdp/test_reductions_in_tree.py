@@ -25,9 +25,11 @@ CLUSTER = Topology(4, gpus_per_node=4)
 SHAPES = ((4,), (2, 2))
 
 
-def built(shape: Sequence[int] | None = None, accumulate: torch.dtype | None = None) -> nn.Module:
+def built(
+    shape: Sequence[int] | None = None, accumulate: torch.dtype | None = None, num_blocks: int = 1
+) -> nn.Module:
     torch.manual_seed(0)
-    model = LanguageModel()
+    model = LanguageModel(num_blocks=num_blocks)
     return model if shape is None else gp.canonical_reductions(shard(model, shape), accumulate=accumulate)
 
 
@@ -53,14 +55,14 @@ def test_simple_fsdp_has_eager_s_bits(shape: tuple[int, ...], accumulate: torch.
         names = ("replicas", "shards")[-len(shape) :]
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         model = gp.simple_fsdp(built(), mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-        captured = gp.capture_train_step(loss_fn, model, *token_batch(0))
+        captured = gp.capture_train_step(loss_fn, model, *token_batch(0), check=False)
         step = gp.default_pipeline(plan, expected_layout=layout).run(captured)
         return train(eager), train(model, step), step.collectives()
 
     for eager, captured, collectives in run_cluster(both, CLUSTER):
         assert captured == eager
-        assert collectives["reduce_scatter_in_tree"] == 3
-        assert collectives.get("all_reduce_in_tree", 0) == (3 if len(shape) == 2 else 0)
+        assert collectives["reduce_scatter_in_tree"] == 2
+        assert collectives.get("all_reduce_in_tree", 0) == (2 if len(shape) == 2 else 0)
         assert "reduce_scatter_tensor" not in collectives
 
 
@@ -91,14 +93,10 @@ def test_what_fsdp2_keeps_unreduced_is_added_as_in_eager(shape: tuple[int, ...])
         for is_captured in (False, True):
             model = built(shape, torch.float32)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            captured = gp.capture_train_step(loss_fn, model, *token_batch(0), check=False)
+            captured = gp.capture_train_step(loss_fn, model, *token_batch(0), check=False) if is_captured else None
             for index in range(3):
                 model.set_requires_gradient_sync(index == 2)
-                batch = token_batch(10 * index + dist.get_rank())
-                if is_captured:
-                    captured(*batch)
-                else:
-                    loss_fn(model, *batch).backward()
+                run_microbatches(model, [token_batch(10 * index + dist.get_rank())], captured, in_tree=False)
             optimizer.step()
             hashes.append(gp.weight_hash(model))
         return hashes
@@ -130,13 +128,13 @@ def summed(shape: Sequence[int]) -> nn.Module:
 
 def capture_simple() -> Any:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("shards",))
-    model = gp.simple_fsdp(built(), mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    model = gp.simple_fsdp(built(num_blocks=2), mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     return gp.capture_train_step(loss_fn, model, *token_batch(0))
 
 
 @pytest.mark.usefixtures("ranks")
 def test_places_in_buckets_are_free() -> None:
-    eager, captured = gp.eager_layout(built((4,))), capture_simple()
+    eager, captured = gp.eager_layout(built((4,), num_blocks=2)), capture_simple()
     step = gp.default_pipeline(other_order("tree"), expected_layout=eager).run(captured)
     assert not gp.diff_layouts(eager, gp.graph_layout(step))
     certificate = gp.prove(captured, step, layout=eager)
@@ -159,7 +157,7 @@ def test_places_in_buckets_of_a_ring_are_not() -> None:
 @pytest.mark.parametrize("op", ["sum", "tree:float32"])
 def test_another_op_is_not_a_tree_s(op: str) -> None:
     """Control: a ring, and a tree that rounds otherwise, are other reductions."""
-    eager, captured = gp.eager_layout(built((4,))), capture_simple()
+    eager, captured = gp.eager_layout(built((4,), num_blocks=2)), capture_simple()
     plan = other_order(op)
     with pytest.raises(LayoutError, match="the graph cannot meet the layout"):
         gp.default_pipeline(plan, expected_layout=eager).run(captured)
@@ -169,7 +167,9 @@ def test_another_op_is_not_a_tree_s(op: str) -> None:
 
 @pytest.mark.usefixtures("ranks")
 def test_a_rewritten_step_is_proved() -> None:
-    captured = gp.capture_train_step(loss_fn, built((2, 2), torch.float32), *token_batch(0), check=False)
+    captured = gp.capture_train_step(
+        loss_fn, built((2, 2), torch.float32, num_blocks=2), *token_batch(0), check=False
+    )
     step = gp.default_pipeline().run(captured)
     assert gp.prove(captured, step)
     layout = gp.graph_layout(step)
@@ -187,14 +187,14 @@ def test_as_many_bytes_travel() -> None:
         return [(each.collective, each.num_bytes) for each in graph_traffic(step).transfers]
 
     names = {"reduce_scatter": "all_to_all"}
-    assert sent(built((4,))) == [(names.get(name, name), size) for name, size in sent(summed((4,)))]
-    traffic = layout_traffic(gp.eager_layout(built((4,))), 4, num_tokens=10, param_dtype="bfloat16")
+    assert sent(built((4,), num_blocks=2)) == [(names.get(name, name), size) for name, size in sent(summed((4,)))]
+    traffic = layout_traffic(gp.eager_layout(built((4,), num_blocks=2)), 4, num_tokens=10, param_dtype="bfloat16")
     assert sum(each.collective == "all_to_all" for each in traffic.transfers) == 3
 
 
 @pytest.mark.usefixtures("ranks")
 def test_clipping_by_torch_s_norm_is_noted() -> None:
-    model = built((4,))
+    model = built((4,), num_blocks=2)
     options = {"optimizer": torch.optim.AdamW(model.parameters()), "clip_norm": 1.0}
     step = gp.capture_train_step(loss_fn, model, *token_batch(0), check=False, **options)
     assert any("bits depend on the number of ranks" in note for note in step.notes)
@@ -205,7 +205,7 @@ def test_clipping_by_torch_s_norm_is_noted() -> None:
 
 @pytest.mark.usefixtures("ranks")
 def test_what_was_captured_is_guarded() -> None:
-    model = built((2, 2))
+    model = built((2, 2), num_blocks=2)
     step = gp.capture_train_step(loss_fn, model, *token_batch(0), check=False)
     assert len(step.graph.find_nodes(op="call_function", target=REDUCE_SCATTER_IN_TREE)) == 3
     step(*token_batch(0))

@@ -222,12 +222,12 @@ def test_eager_s_bits_on_ranks(shape: tuple[int, ...]) -> None:
 
     def play() -> tuple[str, list[str], str, Any]:
         hashes = []
+        captured = gp.capture_train_step(loss_fn, built(), *token_batch(0), check=False)
+        captured = gp.measure_operators(captured, *token_batch(0))
         for budget in (None, 10**6):
-            model = built()
-            step = gp.measure_operators(gp.capture_train_step(loss_fn, model, *token_batch(0)), *token_batch(0))
-            step = gp.default_pipeline(wire=WIRE, budget=budget).run(step, prove=True)
-            hashes.append(train(model, step))
-        return train(built()), hashes, train(built(), lr=2e-2), step.seconds
+            step = gp.default_pipeline(wire=WIRE, budget=budget).run(captured.for_model(built()), prove=True)
+            hashes.append(train(step.model, step))
+        return train(built()), hashes, train(built(), lr=2e-2), captured.seconds
 
     found = run_cluster(play, Topology(4, gpus_per_node=4))
     for eager, scheduled, other, seconds in found:
