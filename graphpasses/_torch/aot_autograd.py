@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
+from unittest import mock
 
 import torch
 from torch import fx
+from torch._dynamo import config
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.variables import TorchInGraphFunctionVariable
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import descriptors
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -34,6 +37,41 @@ class Stages(NamedTuple):
     backward: Rewrite
     # Entered for each compilation; the backward graph's may come when the first backward runs.
     while_compiling: Callable[[], AbstractContextManager[Any]]
+
+
+# Under these an operator has a kernel written in Python that only tracers run.
+_ABOVE_FORMULAS = torch.DispatchKey.Autograd, torch.DispatchKey.CompositeImplicitAutograd
+# Selects elements, so has the same bits; torch's formulas for the C++ kernels take no sizes that vary.
+_SAME_BITS = torch.ops.aten.softshrink, torch.ops.aten.hardshrink
+
+
+@contextmanager
+def operators_of_eager() -> Iterator[None]:
+    """Lets Dynamo and AOTAutograd trace the operators that eager calls.
+
+    torch has them trace others that compute the same and round otherwise: the products and sums of `addcdiv`, lookups
+    in place of `upsample_bilinear2d`, a dropout that scales in another dtype.
+    """
+    packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten)]
+    packets = [each for each in packets if isinstance(each, torch._ops.OpOverloadPacket) and each not in _SAME_BITS]
+    overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    removed = [
+        (each, key, each.py_kernels.pop(key))
+        for each in overloads
+        for key in _ABOVE_FORMULAS
+        if key in each.py_kernels
+    ]
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    eager = {name: each for name, each in handlers.items() if name is not torch.addcdiv}
+    try:
+        for overload, *_ in removed:
+            overload._dispatch_cache.clear()
+        with config.patch(enable_dynamo_decompositions=False), mock.patch.dict(handlers, eager, clear=True):
+            yield
+    finally:
+        for overload, key, kernel in removed:
+            overload.py_kernels[key] = kernel
+            overload._dispatch_cache.clear()
 
 
 def compile_aot_eager(module: fx.GraphModule, inputs: Sequence[Any], stages: Stages) -> Compiled:

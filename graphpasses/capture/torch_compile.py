@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -12,7 +13,7 @@ from weakref import ref
 import torch
 from torch import fx, nn
 
-from graphpasses._torch.aot_autograd import Stages, compile_aot_eager, compile_inductor
+from graphpasses._torch.aot_autograd import Stages, compile_aot_eager, compile_inductor, operators_of_eager
 from graphpasses._torch.compile_backend import Backend
 from graphpasses._torch.dynamo import guard_condition
 from graphpasses._torch.module_hooks import global_hook_ids, hook_ids
@@ -94,8 +95,16 @@ def _wrap(root: Any, compiled: Callable[..., Any], keywords: Mapping[str, Any]) 
     return call
 
 
+@contextmanager
+def _while_tracing() -> Iterator[None]:
+    call = CompiledCall.running()
+    with fake_kernels_if_loaded():
+        with operators_of_eager() if call is not None and call.options.inner == "aot_eager" else nullcontext():
+            yield
+
+
 @Backend.found_by_name
-@functools.partial(Backend, wrap=_wrap, while_tracing=fake_kernels_if_loaded, when_recorded=check_pipeline)
+@functools.partial(Backend, wrap=_wrap, while_tracing=_while_tracing, when_recorded=check_pipeline)
 def graphpasses(
     module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
