@@ -112,6 +112,24 @@ def compile_aot_eager(module: fx.GraphModule, inputs: Sequence[Any], stages: Sta
     return compiled
 
 
+def backward_node(outputs: Sequence[Any]) -> Any:
+    """Returns the node of autograd that runs a compiled graph's backward; None if no output says which it is."""
+    nodes = (getattr(output, "grad_fn", None) for output in outputs)
+    return next((node for node in nodes if type(node).__name__ == "CompiledFunctionBackward"), None)
+
+
+_ADDED: dict[int, set[int]] = {}
+
+
+def added_in_this_backward() -> set[int]:
+    """Returns a set that lasts until the end of the backward in which this is called."""
+    task = torch._C._current_graph_task_id()
+    if task not in _ADDED:
+        _ADDED[task] = set()
+        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_ADDED.__delitem__, task))
+    return _ADDED[task]
+
+
 class _Passes(CustomGraphPass):
     def __init__(self, rewrite: Rewrite, digest: str) -> None:
         self._rewrite, self._digest = rewrite, digest

@@ -17,6 +17,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
 from torch._dynamo.exc import InternalTorchDynamoError as InternalTorchDynamoError
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.utils import graph_break_reasons
+from torch.amp import autocast_mode
 
 
 def live_inputs(module: fx.GraphModule) -> list[tuple[str, Any]]:
@@ -31,6 +32,14 @@ def live_inputs(module: fx.GraphModule) -> list[tuple[str, Any]]:
             value = None
         inputs.append((name, value))
     return inputs
+
+
+def enters_cached_autocast(node: fx.Node) -> bool:
+    """Whether a call of Dynamo's graph begins an autocast that keeps what it casts."""
+    if node.target is not autocast_mode._enter_autocast:
+        return False
+    _, _, is_enabled, is_cached = node.args
+    return bool(is_enabled) and bool(torch.is_autocast_cache_enabled() if is_cached is None else is_cached)
 
 
 def guard_identity(placeholder: fx.Node) -> None:

@@ -21,6 +21,7 @@ from graphpasses.analysis.effects import launches_collective
 from graphpasses.capture.compile_options import CompileOptions, Inner
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.capture.compiled_call import CompiledCall
+from graphpasses.capture.compiled_gradients import CompiledGradients
 from graphpasses.capture.compiled_graphs import ModelInputs, read_aot_graph, read_model_graph
 from graphpasses.embedding.backward_checks import check_lookups
 from graphpasses.embedding.torchrec.fake_kernels import fake_kernels_if_loaded
@@ -151,8 +152,13 @@ def _compile(
         ref(model), rewritten.parameters, rewritten.identity, rewritten.inputs, remembered, captured.place
     )
 
+    gradients = CompiledGradients.of(rewritten, keeps_bits=options.inner == "aot_eager")
+
     def rewrite(stage: Stage, gm: fx.GraphModule) -> None:
-        gm.graph = run(read_aot_graph(gm, stage, origin)).graph
+        graph = read_aot_graph(gm, stage, origin)
+        if stage is Stage.JOINT:
+            gradients.check_casts(graph)
+        gm.graph = run(graph).graph
 
     at = functools.partial(functools.partial, rewrite)
     stages = Stages(at(Stage.JOINT), at(Stage.FORWARD), at(Stage.BACKWARD), fake_kernels_if_loaded)
@@ -174,7 +180,9 @@ def _compile(
             check()
         for check_inputs in input_checks:
             check_inputs(values)
-        outputs = compiled(*[values[index] for index in given], *added)
+        values = (*(values[index] for index in given), *added)
+        outputs = compiled(*values)
+        gradients.follow(outputs, values)
         return _checked(outputs, backward_checks) if backward_checks else outputs
 
     return CompiledCall.counted(call) if communicates else call

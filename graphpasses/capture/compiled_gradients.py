@@ -1,0 +1,104 @@
+"""A compiled backward gives the gradients that eager's gives, or says why it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from graphpasses._torch.aot_autograd import added_in_this_backward, backward_node
+from graphpasses._torch.dynamo import enters_cached_autocast
+from graphpasses._torch.pytree import tree_leaves
+from graphpasses.analysis.effects import has_gradient, reached_outputs
+from graphpasses.errors import CaptureError, FidelityError
+from graphpasses.graph import DynamoGraph, InputKind, TrainGraph
+
+_CAST_ONCE = (
+    "autocast casts {!r} once for all its uses, and so adds their gradients in the low precision; compiled graphs "
+    "cast it for each. Use torch.autocast(..., cache_enabled=False) in both runs"
+)
+_CAST = torch.ops.aten._to_copy.default
+
+
+@dataclass(frozen=True)
+class CompiledGradients:
+    """What eager would do with the gradients of a compiled graph's inputs, each in its place."""
+
+    names: tuple[str, ...]
+    reached: tuple[frozenset[int], ...]  # the outputs that come from an input
+    num_uses: tuple[int, ...]
+    # Whether autocast keeps what it makes of a weight, and so adds the gradients of its uses in the low precision.
+    keeps_casts: bool
+    keeps_bits: bool  # whether what compiled the graph adds as eager does
+    cast: set[str] = field(default_factory=set)  # weights of which it makes something
+
+    @classmethod
+    def of(cls, graph: DynamoGraph, *, keeps_bits: bool) -> Self:
+        """Reads them from a graph that Dynamo traced, and from the settings of now."""
+        reached, nodes = reached_outputs(graph.graph), graph.placeholders
+        readers = [filter(has_gradient, node.users) for node in nodes]
+        read = [[leaf for user in users for leaf in tree_leaves((user.args, user.kwargs))] for users in readers]
+        devices = {value.device.type for value in graph.live if isinstance(value, Tensor)}
+        ambient = torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, devices))
+        return cls(
+            tuple(item.fqn for item in graph.inputs),
+            tuple(reached.get(node, frozenset()) for node in nodes),
+            tuple(sum(leaf is node for leaf in leaves) for node, leaves in zip(nodes, read, strict=True)),
+            keeps_casts=ambient or any(map(enters_cached_autocast, graph.graph.nodes)),
+            keeps_bits=keeps_bits,
+        )
+
+    def check_casts(self, joint: TrainGraph) -> None:
+        """Raises if autocast would add gradients of a parameter that the graph adds in the parameter's own dtype."""
+        for item, node in zip(joint.inputs, joint.placeholders, strict=True):
+            num_casts = sum(user.target is _CAST for user in node.users)
+            if self.keeps_bits and self.keeps_casts and item.kind is InputKind.PARAMETER and num_casts:
+                self.cast.add(item.fqn)
+                if num_casts > 1:
+                    raise CaptureError(_CAST_ONCE.format(item.fqn))
+
+    def follow(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+        """Lets the backward of a call give no gradient that eager does not give.
+
+        Where the loss does not depend on an output, AOTAutograd gives zeros to what that output alone comes from.
+        """
+        if (node := backward_node(outputs)) is None:
+            return
+        places = {each.output_nr: i for i, each in enumerate(outputs) if getattr(each, "grad_fn", None) is node}
+        tensors = [index for index, value in enumerate(inputs) if isinstance(value, Tensor)]
+        node.register_hook(partial(self._after, places, [(index, id(inputs[index])) for index in tensors]))
+
+    def _after(
+        self,
+        places: dict[int, int],
+        tensors: Sequence[tuple[int, int]],
+        gradients: Sequence[Tensor | None],
+        given: Sequence[Tensor | None],
+    ) -> tuple[Tensor | None, ...] | None:
+        if len(gradients) != len(tensors):  # one that was given twice, or views of one
+            return None
+        arrived = {places.get(number) for number, gradient in enumerate(given) if gradient is not None}
+        kept = [
+            None if None not in arrived and self.reached[index] and arrived.isdisjoint(self.reached[index]) else each
+            for each, (index, _) in zip(gradients, tensors, strict=True)
+        ]
+        if not self.keeps_bits:
+            return tuple(kept)
+        ours = [place for place, each in zip(tensors, kept, strict=True) if each is not None]
+        added = added_in_this_backward()
+        for index, identity in ours:
+            name = self.names[index]
+            if identity in added and name in self.cast:
+                raise FidelityError(_CAST_ONCE.format(name))
+            if identity in added and self.num_uses[index] > 1:
+                raise FidelityError(
+                    f"several calls of compiled graphs use {name!r}, and one of them several times: eager adds the "
+                    "gradients of all its uses one by one. Compile a function that makes all these calls, without "
+                    "graph breaks, or run backward after each"
+                )
+        added.update(identity for _, identity in ours)
+        return tuple(kept)
