@@ -90,6 +90,8 @@ def compile_aot_eager(module: fx.GraphModule, inputs: Sequence[Any], stages: Sta
             with stages.while_compiling():
                 for rewrite in rewrites:
                     rewrite(gm)
+                for view in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+                    view.target = torch.ops.aten.reshape.default  # a formula's strides may not be its fake result's
                 gm.recompile()
 
             def run(args: list[Any]) -> Any:
@@ -118,10 +120,10 @@ def backward_node(outputs: Sequence[Any]) -> Any:
     return next((node for node in nodes if type(node).__name__ == "CompiledFunctionBackward"), None)
 
 
-_ADDED: dict[int, set[int]] = {}
+_ADDED: dict[int, set[Any]] = {}
 
 
-def added_in_this_backward() -> set[int]:
+def added_in_this_backward() -> set[Any]:
     """Returns a set that lasts until the end of the backward in which this is called."""
     task = torch._C._current_graph_task_id()
     if task not in _ADDED:

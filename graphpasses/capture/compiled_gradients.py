@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -70,12 +71,13 @@ class CompiledGradients:
             return
         places = {each.output_nr: i for i, each in enumerate(outputs) if getattr(each, "grad_fn", None) is node}
         tensors = [index for index, value in enumerate(inputs) if isinstance(value, Tensor)]
-        node.register_hook(partial(self._after, places, [(index, id(inputs[index])) for index in tensors]))
+        node.register_hook(partial(self._after, ref(node), places, tensors))
 
     def _after(
         self,
+        node: ref[Any],
         places: dict[int, int],
-        tensors: Sequence[tuple[int, int]],
+        tensors: Sequence[int],
         gradients: Sequence[Tensor | None],
         given: Sequence[Tensor | None],
     ) -> tuple[Tensor | None, ...] | None:
@@ -84,21 +86,22 @@ class CompiledGradients:
         arrived = {places.get(number) for number, gradient in enumerate(given) if gradient is not None}
         kept = [
             None if None not in arrived and self.reached[index] and arrived.isdisjoint(self.reached[index]) else each
-            for each, (index, _) in zip(gradients, tensors, strict=True)
+            for each, index in zip(gradients, tensors, strict=True)
         ]
         if not self.keeps_bits:
             return tuple(kept)
-        ours = [place for place, each in zip(tensors, kept, strict=True) if each is not None]
-        added = added_in_this_backward()
-        for index, identity in ours:
+        added, edges = added_in_this_backward(), node().next_functions  # type: ignore[union-attr]
+        for index, edge, gradient in zip(tensors, edges, kept, strict=True):
+            if gradient is None:
+                continue
             name = self.names[index]
-            if identity in added and name in self.cast:
+            if edge in added and name in self.cast:
                 raise FidelityError(_CAST_ONCE.format(name))
-            if identity in added and self.num_uses[index] > 1:
+            if edge in added and self.num_uses[index] > 1:
                 raise FidelityError(
                     f"several calls of compiled graphs use {name!r}, and one of them several times: eager adds the "
                     "gradients of all its uses one by one. Compile a function that makes all these calls, without "
                     "graph breaks, or run backward after each"
                 )
-        added.update(identity for _, identity in ours)
+            added.add(edge)
         return tuple(kept)
