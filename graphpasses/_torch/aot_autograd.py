@@ -45,9 +45,13 @@ _ABOVE_FORMULAS = torch.DispatchKey.Autograd, torch.DispatchKey.CompositeImplici
 _SAME_BITS = torch.ops.aten.softshrink, torch.ops.aten.hardshrink
 
 
+_ASKS = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling, torch._utils.is_compiling
+_PREPARED = {"torch", "torchrec", "fbgemm_gpu"}  # compute the same where they are compiled
+
+
 @contextmanager
-def operators_of_eager() -> Iterator[None]:
-    """Lets Dynamo and AOTAutograd trace the operators that eager calls.
+def operators_of_eager(note: Callable[[str], None]) -> Iterator[None]:
+    """Lets Dynamo and AOTAutograd trace the operators that eager calls; ``note`` is told who may call others.
 
     torch has them trace others that compute the same and round otherwise: the products and sums of `addcdiv`, lookups
     in place of `upsample_bilinear2d`, a dropout that scales in another dtype.
@@ -63,6 +67,7 @@ def operators_of_eager() -> Iterator[None]:
     ]
     handlers = TorchInGraphFunctionVariable._get_handlers()
     eager = {name: each for name, each in handlers.items() if name is not torch.addcdiv}
+    eager |= {name: functools.partial(_answer, note, handlers[name]) for name in _ASKS if name in handlers}
     try:
         for overload, *_ in removed:
             overload._dispatch_cache.clear()
@@ -72,6 +77,20 @@ def operators_of_eager() -> Iterator[None]:
         for overload, key, kernel in removed:
             overload.py_kernels[key] = kernel
             overload._dispatch_cache.clear()
+
+
+def _answer(note: Callable[[str], None], answer: Callable[..., Any], variable: Any, tx: Any, *args: Any) -> Any:
+    """Answers code that asks whether it is compiled."""
+    if tx.f_globals.get("__name__", "").partition(".")[0] not in _PREPARED:
+        asker = tx
+        while asker.f_code.co_name.startswith("is_") and asker.parent is not None:
+            asker = asker.parent
+        frame = asker.frame_summary()
+        note(
+            f"{frame.filename}:{frame.lineno} in {frame.name} asks whether it is compiled, and may compute otherwise "
+            "than in eager"
+        )
+    return answer(variable, tx, *args)
 
 
 def compile_aot_eager(module: fx.GraphModule, inputs: Sequence[Any], stages: Stages) -> Compiled:

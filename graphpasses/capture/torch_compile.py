@@ -99,9 +99,9 @@ def _wrap(root: Any, compiled: Callable[..., Any], keywords: Mapping[str, Any]) 
 @contextmanager
 def _while_tracing() -> Iterator[None]:
     call = CompiledCall.running()
-    with fake_kernels_if_loaded():
-        with operators_of_eager() if call is not None and call.options.inner == "aot_eager" else nullcontext():
-            yield
+    keeps_bits = call is not None and call.options.inner == "aot_eager"
+    with fake_kernels_if_loaded(), operators_of_eager(call.note) if call and keeps_bits else nullcontext():
+        yield
 
 
 @Backend.found_by_name

@@ -43,3 +43,43 @@ def test_operators_are_eagers(function: Any, dynamic: bool) -> None:
     eager = results(function)
     assert same(results(graphpasses.compile(function, inner="aot_eager", dynamic=dynamic)), eager)
     assert not same(results(torch.compile(function, backend="aot_eager", dynamic=dynamic)), eager)
+
+
+def is_traced() -> bool:
+    return torch.compiler.is_compiling()
+
+
+def asks(x: Tensor) -> Tensor:
+    return x.sin() if is_traced() else x.cos()
+
+
+def test_who_asks_whether_it_is_compiled_is_reported() -> None:
+    report = graphpasses.CompileReport()
+    compiled = results(graphpasses.compile(asks, inner="aot_eager", report=report))
+    assert not same(compiled, results(asks))
+    (note,) = report.notes
+    assert "test_aot_autograd.py" in note
+    assert "in asks asks whether it is compiled" in note
+    report = graphpasses.CompileReport()
+    graphpasses.compile(torch.sin, inner="aot_eager", report=report)(torch.ones(2))
+    assert not report.notes
+
+
+@pytest.mark.parametrize("transform", [torch.vmap, lambda f: torch.func.grad(lambda x: f(x).sum())])
+def test_functions_of_functions(transform: Any) -> None:
+    def function(x: Tensor) -> Tensor:
+        return transform(lambda row: row.sin().cumsum(0))(x) * x
+
+    eager = results(function)
+    assert same(results(graphpasses.compile(function, inner="aot_eager")), eager)
+    assert not same(results(lambda x: function(x) + x), eager)
+
+
+def test_a_formula_whose_strides_are_not_those_of_its_fake_result() -> None:
+    def function(x: Tensor) -> Tensor:
+        return F.softplus((x.flatten(0, 1).view(2, 3, 35) * 2).transpose(0, 1)).contiguous()
+
+    eager = results(function)
+    assert same(results(graphpasses.compile(function, inner="aot_eager")), eager)
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        results(torch.compile(function, backend="aot_eager"))
