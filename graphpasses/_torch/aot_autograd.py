@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._dynamo import config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.variables import TorchInGraphFunctionVariable
@@ -45,6 +45,19 @@ _ABOVE_FORMULAS = torch.DispatchKey.Autograd, torch.DispatchKey.CompositeImplici
 _SAME_BITS = torch.ops.aten.softshrink, torch.ops.aten.hardshrink
 
 
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    """Computes what eager does; its C++ draws in place, in the order of memory, which has no functional form."""
+    if not train or p in (0, 1):
+        return x if not train or p == 0 else x * torch.zeros((), dtype=x.dtype, device=x.device)
+    dropped, mask = torch.native_dropout(x, p, train)
+    return x * mask.to(x.dtype).div(1 - p) if x.device.type == "cpu" else dropped
+
+
+def _bernoulli(x: Tensor, p: float, *, generator: torch.Generator | None = None) -> Tensor:
+    """Draws as `bernoulli_` does: what stands for it in graphs draws in the order of a contiguous tensor."""
+    return torch.empty_like(x).bernoulli_(p, generator=generator)
+
+
 _ASKS = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling, torch._utils.is_compiling
 _PREPARED = {"torch", "torchrec", "fbgemm_gpu"}  # compute the same where they are compiled
 
@@ -69,7 +82,9 @@ def operators_of_eager(note: Callable[[str], None]) -> Iterator[None]:
     eager = {name: each for name, each in handlers.items() if name is not torch.addcdiv}
     eager |= {name: functools.partial(_answer, note, handlers[name]) for name in _ASKS if name in handlers}
     try:
-        for overload, *_ in removed:
+        for overload, key, _ in removed:
+            if overload is torch.ops.aten.dropout.default:
+                overload.py_kernels[key] = _dropout
             overload._dispatch_cache.clear()
         with config.patch(enable_dynamo_decompositions=False), mock.patch.dict(handlers, eager, clear=True):
             yield
@@ -109,8 +124,10 @@ def compile_aot_eager(module: fx.GraphModule, inputs: Sequence[Any], stages: Sta
             with stages.while_compiling():
                 for rewrite in rewrites:
                     rewrite(gm)
-                for view in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-                    view.target = torch.ops.aten.reshape.default  # a formula's strides may not be its fake result's
+                for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+                    node.target = torch.ops.aten.reshape.default  # a formula's strides may not be its fake result's
+                for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.bernoulli.p):
+                    node.target = _bernoulli
                 gm.recompile()
 
             def run(args: list[Any]) -> Any:

@@ -35,9 +35,10 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
         lambda x: torch.addcdiv(x, x, x.exp(), value=0.3),
         lambda x: x.sin().addcmul_(x, x.exp(), value=0.3),
         lambda x: F.interpolate(x, scale_factor=1.7, mode="bilinear"),
-        lambda x: F.dropout(x.bfloat16(), 0.3),
+        lambda x: F.dropout(x.bfloat16().permute(1, 3, 2, 0), 0.3).contiguous(),
+        lambda x: x * torch.empty_like(x.mT).bernoulli_(0.5).mT,
     ],
-    ids=["addcdiv", "addcmul", "bilinear", "dropout"],
+    ids=["addcdiv", "addcmul", "bilinear", "dropout", "bernoulli"],
 )
 def test_operators_are_eagers(function: Any, dynamic: bool) -> None:
     eager = results(function)
