@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
+from unittest import mock
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch._dynamo import config
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.variables import TorchInGraphFunctionVariable
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import descriptors
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -36,6 +39,75 @@ class Stages(NamedTuple):
     while_compiling: Callable[[], AbstractContextManager[Any]]
 
 
+# Under these an operator has a kernel written in Python that only tracers run.
+_ABOVE_FORMULAS = torch.DispatchKey.Autograd, torch.DispatchKey.CompositeImplicitAutograd
+# Selects elements, so has the same bits; torch's formulas for the C++ kernels take no sizes that vary.
+_SAME_BITS = torch.ops.aten.softshrink, torch.ops.aten.hardshrink
+
+
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    """Computes what eager does; its C++ draws in place, in the order of memory, which has no functional form."""
+    if not train or p in (0, 1):
+        return x if not train or p == 0 else x * torch.zeros((), dtype=x.dtype, device=x.device)
+    dropped, mask = torch.native_dropout(x, p, train)
+    return x * mask.to(x.dtype).div(1 - p) if x.device.type == "cpu" else dropped
+
+
+def _bernoulli(x: Tensor, p: float, *, generator: torch.Generator | None = None) -> Tensor:
+    """Draws as `bernoulli_` does: what stands for it in graphs draws in the order of a contiguous tensor."""
+    return torch.empty_like(x).bernoulli_(p, generator=generator)
+
+
+_ASKS = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling, torch._utils.is_compiling
+_PREPARED = {"torch", "torchrec", "fbgemm_gpu"}  # compute the same where they are compiled
+
+
+@contextmanager
+def operators_of_eager(note: Callable[[str], None]) -> Iterator[None]:
+    """Lets Dynamo and AOTAutograd trace the operators that eager calls; ``note`` is told who may call others.
+
+    torch has them trace others that compute the same and round otherwise: the products and sums of `addcdiv`, lookups
+    in place of `upsample_bilinear2d`, a dropout that scales in another dtype.
+    """
+    packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten)]
+    packets = [each for each in packets if isinstance(each, torch._ops.OpOverloadPacket) and each not in _SAME_BITS]
+    overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    removed = [
+        (each, key, each.py_kernels.pop(key))
+        for each in overloads
+        for key in _ABOVE_FORMULAS
+        if key in each.py_kernels
+    ]
+    handlers = TorchInGraphFunctionVariable._get_handlers()
+    eager = {name: each for name, each in handlers.items() if name is not torch.addcdiv}
+    eager |= {name: functools.partial(_answer, note, handlers[name]) for name in _ASKS if name in handlers}
+    try:
+        for overload, key, _ in removed:
+            if overload is torch.ops.aten.dropout.default:
+                overload.py_kernels[key] = _dropout
+            overload._dispatch_cache.clear()
+        with config.patch(enable_dynamo_decompositions=False), mock.patch.dict(handlers, eager, clear=True):
+            yield
+    finally:
+        for overload, key, kernel in removed:
+            overload.py_kernels[key] = kernel
+            overload._dispatch_cache.clear()
+
+
+def _answer(note: Callable[[str], None], answer: Callable[..., Any], variable: Any, tx: Any, *args: Any) -> Any:
+    """Answers code that asks whether it is compiled."""
+    if tx.f_globals.get("__name__", "").partition(".")[0] not in _PREPARED:
+        asker = tx
+        while asker.f_code.co_name.startswith("is_") and asker.parent is not None:
+            asker = asker.parent
+        frame = asker.frame_summary()
+        note(
+            f"{frame.filename}:{frame.lineno} in {frame.name} asks whether it is compiled, and may compute otherwise "
+            "than in eager"
+        )
+    return answer(variable, tx, *args)
+
+
 def compile_aot_eager(module: fx.GraphModule, inputs: Sequence[Any], stages: Stages) -> Compiled:
     """Compiles a Dynamo graph by AOTAutograd, and runs the ATen graphs as they are, rewritten.
 
@@ -52,6 +124,10 @@ def compile_aot_eager(module: fx.GraphModule, inputs: Sequence[Any], stages: Sta
             with stages.while_compiling():
                 for rewrite in rewrites:
                     rewrite(gm)
+                for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+                    node.target = torch.ops.aten.reshape.default  # a formula's strides may not be its fake result's
+                for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.bernoulli.p):
+                    node.target = _bernoulli
                 gm.recompile()
 
             def run(args: list[Any]) -> Any:
@@ -72,6 +148,24 @@ def compile_aot_eager(module: fx.GraphModule, inputs: Sequence[Any], stages: Sta
         keep_inference_input_mutations=True,
     )(module, inputs)
     return compiled
+
+
+def backward_node(outputs: Sequence[Any]) -> Any:
+    """Returns the node of autograd that runs a compiled graph's backward; None if no output says which it is."""
+    nodes = (getattr(output, "grad_fn", None) for output in outputs)
+    return next((node for node in nodes if type(node).__name__ == "CompiledFunctionBackward"), None)
+
+
+_ADDED: dict[int, set[Any]] = {}
+
+
+def added_in_this_backward() -> set[Any]:
+    """Returns a set that lasts until the end of the backward in which this is called."""
+    task = torch._C._current_graph_task_id()
+    if task not in _ADDED:
+        _ADDED[task] = set()
+        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_ADDED.__delitem__, task))
+    return _ADDED[task]
 
 
 class _Passes(CustomGraphPass):

@@ -42,6 +42,13 @@ def is_movable(tensor: Tensor) -> bool:
     return storage.resizable() and not storage.is_shared()
 
 
+def without_functorch(value: Any) -> Any:
+    """Returns the tensor that has the memory of one in a graph's ``vmap`` or ``grad``; anything else as it is."""
+    while isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
+        value = torch._C._functorch.get_unwrapped(value)
+    return value
+
+
 def move_storage(tensor: Tensor, place: Tensor, moved: Callable[[Tensor], None]) -> None:
     """Moves the whole storage of a tensor, and with it every tensor that aliases it, to an address in ``place``.
 

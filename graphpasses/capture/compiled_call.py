@@ -52,6 +52,11 @@ class CompiledCall:
         """Wraps a compiled graph, so that the model's gradients are reduced in one order on all ranks."""
         return compiled if self._torchrec is None else self._torchrec.ddp.in_order(compiled)
 
+    def note(self, text: str) -> None:
+        """Adds a line to the report, once."""
+        if text not in self._report.notes:
+            self._report.notes.append(text)
+
     @staticmethod
     def place() -> int:
         """Returns how many graphs with collectives the innermost call has run; ranks may differ in the others."""

@@ -11,8 +11,10 @@ from weakref import ref
 import torch
 from torch import fx, nn
 
+from graphpasses._torch import pytree
 from graphpasses._torch.aot_autograd import describe_input, describe_output, is_tangent
 from graphpasses._torch.dynamo import live_inputs
+from graphpasses._torch.storage import without_functorch
 from graphpasses.capture.unrounded_gradients import keep_unrounded
 from graphpasses.graph import DynamoGraph, GraphInput, GraphOutput, InputKind, OutputKind, Stage, TrainGraph
 from graphpasses.graph.nodes import WAIT, argument
@@ -60,7 +62,7 @@ def read_model_graph(
         live.append(value)
     for node in module.graph.nodes:
         if "example_value" in node.meta:
-            node.meta["val"] = node.meta["example_value"]
+            node.meta["val"] = pytree.tree_map(without_functorch, node.meta["example_value"])
     outputs = module.graph.output_node().args[0]
     assert isinstance(outputs, Sequence)
     return DynamoGraph(

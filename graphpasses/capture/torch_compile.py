@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -12,7 +13,7 @@ from weakref import ref
 import torch
 from torch import fx, nn
 
-from graphpasses._torch.aot_autograd import Stages, compile_aot_eager, compile_inductor
+from graphpasses._torch.aot_autograd import Stages, compile_aot_eager, compile_inductor, operators_of_eager
 from graphpasses._torch.compile_backend import Backend
 from graphpasses._torch.dynamo import guard_condition
 from graphpasses._torch.module_hooks import global_hook_ids, hook_ids
@@ -22,13 +23,14 @@ from graphpasses.capture.autocast_casts import cast_once, check_cast_once
 from graphpasses.capture.compile_options import CompileOptions, Inner
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.capture.compiled_call import CompiledCall
+from graphpasses.capture.compiled_gradients import CompiledGradients, aliased, give_each_use_an_input
 from graphpasses.capture.compiled_graphs import ModelInputs, read_aot_graph, read_model_graph
 from graphpasses.capture.formulas import give_eagers_formulas
 from graphpasses.embedding.backward_checks import check_lookups
 from graphpasses.embedding.torchrec.fake_kernels import fake_kernels_if_loaded
 from graphpasses.embedding.torchrec.pipelines import check_pipeline
 from graphpasses.errors import PipelineError
-from graphpasses.graph import Stage
+from graphpasses.graph import DynamoGraph, Stage
 from graphpasses.ops.autograd_functions import alias_tensors
 from graphpasses.passes.runner import Graph, Pipeline
 
@@ -97,8 +99,16 @@ def _wrap(root: Any, compiled: Callable[..., Any], keywords: Mapping[str, Any]) 
     return call
 
 
+@contextmanager
+def _while_tracing() -> Iterator[None]:
+    call = CompiledCall.running()
+    keeps_bits = call is not None and call.options.inner == "aot_eager"
+    with fake_kernels_if_loaded(), operators_of_eager(call.note) if call and keeps_bits else nullcontext():
+        yield
+
+
 @Backend.found_by_name
-@functools.partial(Backend, wrap=_wrap, while_tracing=fake_kernels_if_loaded, when_recorded=check_pipeline)
+@functools.partial(Backend, wrap=_wrap, while_tracing=_while_tracing, when_recorded=check_pipeline)
 def graphpasses(
     module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
@@ -121,7 +131,7 @@ def _compile(
 ) -> Callable[..., Any]:
     report = options.report
     assert isinstance(report, CompileReport)
-    number, is_exact = report.num_graphs, options.inner == "aot_eager"
+    number, keeps_bits = report.num_graphs, options.inner == "aot_eager"
     report.num_graphs += 1
 
     def run(graph: Graph) -> Graph:
@@ -142,13 +152,16 @@ def _compile(
         if node.users or isinstance(node.meta.get("val"), torch.SymInt)  # a symbol may be part of other sizes
     ]
     rewritten.remove_inputs(set(range(len(rewritten.inputs))) - set(kept))
+    copied = give_each_use_an_input(DynamoGraph.of(rewritten)) if keeps_bits else ()
     origin = ModelInputs(
         ref(model), rewritten.parameters, rewritten.identity, rewritten.inputs, remembered, captured.place
     )
 
+    gradients = CompiledGradients.of(rewritten, keeps_bits=keeps_bits)
+
     def rewrite(stage: Stage, gm: fx.GraphModule) -> None:
         graph = read_aot_graph(gm, stage, origin)
-        if stage is Stage.JOINT and is_exact:  # Inductor would trace into the operator
+        if stage is Stage.JOINT and keeps_bits:  # Inductor would trace into the operator
             give_eagers_formulas(graph.graph, backward_nodes(graph).__contains__)
         gm.graph = run(graph).graph
 
@@ -158,7 +171,7 @@ def _compile(
     given = [index for index in kept if index < num_given]
     added = [rewritten.live[index] for index in kept if index >= num_given]
     fakes = [inputs[index] for index in given] + [node.meta["val"] for node in rewritten.placeholders[len(given) :]]
-    if is_exact:
+    if keeps_bits:
         compiled = compile_aot_eager(rewritten.module, fakes, stages)
     else:
         facts = "\n".join(map(repr, (options.pipeline.uuid(), *rewritten.inputs)))
@@ -166,7 +179,7 @@ def _compile(
         compiled = compile_inductor(rewritten.module, fakes, stages, digest, keep_order=communicates)
     checks, input_checks = tuple(rewritten.checks), tuple(rewritten.input_checks)
     backward_checks = tuple(rewritten.backward_checks)
-    cast_names = {index: captured.inputs[index].fqn for index in casts if is_exact}
+    cast_names = {index: captured.inputs[index].fqn for index in casts if keeps_bits}
 
     def call(*values: Any) -> Any:
         for check in checks:
@@ -175,7 +188,9 @@ def _compile(
             check_inputs(values)
         if cast_names:
             check_cast_once({name: values[index] for index, name in cast_names.items()}, CompiledCall.casts())
-        outputs = compiled(*[values[index] for index in given], *added)
+        values = tuple(aliased([*(values[index] for index in given), *added], copied))
+        outputs = compiled(*values)
+        gradients.follow(outputs, values)
         return _checked(outputs, backward_checks) if backward_checks else outputs
 
     return CompiledCall.counted(call) if communicates else call

@@ -1,0 +1,119 @@
+"""A compiled backward gives the gradients that eager's gives, or says why it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+from weakref import ref
+
+from torch import Tensor
+
+from graphpasses._torch.aot_autograd import added_in_this_backward, backward_node
+from graphpasses._torch.pytree import tree_leaves
+from graphpasses._torch.schemas import is_tensor_subclass
+from graphpasses.analysis.effects import has_gradient, reached_outputs, torch_call_effects
+from graphpasses.errors import FidelityError
+from graphpasses.graph import DynamoGraph, GraphInput, InputKind
+from graphpasses.graph.nodes import storages
+from graphpasses.ops.autograd_functions import alias_tensors
+
+
+def give_each_use_an_input(graph: DynamoGraph) -> tuple[int, ...]:
+    """Gives each use of an input a placeholder of its own, whose gradient autograd adds to the others one by one.
+
+    Returns, of each new placeholder, the position of the input that it shall be given, too; uses are in graph order.
+    """
+    written = [each for node in graph.graph.nodes for each in torch_call_effects(node).writes]
+    memory, copied = storages(*written), []
+    for index, (node, item) in enumerate(zip(graph.placeholders, graph.inputs, strict=True)):
+        value: Any = node.meta.get("val")
+        users = [*filter(has_gradient, node.users)]
+        is_plain = isinstance(value, Tensor) and value.requires_grad and not is_tensor_subclass(value)
+        if len(users) < 2 or not is_plain or not memory.isdisjoint(storages(node)):
+            continue
+        for user in users[1:]:
+            with graph.graph.inserting_after(graph.placeholders[-1]):
+                new = graph.graph.placeholder(f"{node.name}_again")
+            new.target = new.name
+            new.meta["val"] = new.meta["example_value"] = value.detach().requires_grad_()
+            user.replace_input_with(node, new)
+            graph.inputs += (GraphInput(InputKind.VALUE, item.fqn),)
+            graph.live += (graph.live[index],)
+            copied.append(index)
+    return tuple(copied)
+
+
+def aliased(values: Sequence[Any], copied: Sequence[int]) -> list[Any]:
+    """Returns the inputs of a graph whose uses have placeholders of their own; eager adds the last use's first."""
+    result, further = list(values), dict[int, list[Tensor]]()
+    for index in dict.fromkeys(copied):
+        first, *others = reversed(alias_tensors(*[values[index]] * (copied.count(index) + 1)))
+        result[index], further[index] = first, others
+    return [*result, *(further[index].pop(0) for index in copied)]
+
+
+@dataclass(frozen=True)
+class CompiledGradients:
+    """What eager would do with the gradients of a compiled graph's inputs, each in its place."""
+
+    names: tuple[str, ...]
+    reached: tuple[frozenset[int], ...]  # the outputs that come from an input
+    num_uses: tuple[int, ...]
+    keeps_bits: bool  # whether what compiled the graph adds as eager does
+
+    @classmethod
+    def of(cls, graph: DynamoGraph, *, keeps_bits: bool) -> Self:
+        """Reads them from a graph that Dynamo traced, and from the settings of now."""
+        reached, nodes = reached_outputs(graph.graph), graph.placeholders
+        readers = [filter(has_gradient, node.users) for node in nodes]
+        read = [[leaf for user in users for leaf in tree_leaves((user.args, user.kwargs))] for users in readers]
+        return cls(
+            tuple(item.fqn for item in graph.inputs),
+            tuple(reached.get(node, frozenset()) for node in nodes),
+            tuple(sum(leaf is node for leaf in leaves) for node, leaves in zip(nodes, read, strict=True)),
+            keeps_bits=keeps_bits,
+        )
+
+    def follow(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+        """Lets the backward of a call give no gradient that eager does not give.
+
+        Where the loss does not depend on an output, AOTAutograd gives zeros to what that output alone comes from.
+        """
+        if (node := backward_node(outputs)) is None:
+            return
+        places = {each.output_nr: i for i, each in enumerate(outputs) if getattr(each, "grad_fn", None) is node}
+        tensors = [index for index, value in enumerate(inputs) if isinstance(value, Tensor)]
+        node.register_hook(partial(self._after, ref(node), places, tensors))
+
+    def _after(
+        self,
+        node: ref[Any],
+        places: dict[int, int],
+        tensors: Sequence[int],
+        gradients: Sequence[Tensor | None],
+        given: Sequence[Tensor | None],
+    ) -> tuple[Tensor | None, ...] | None:
+        if len(gradients) != len(tensors):  # one that was given twice, or views of one
+            return None
+        arrived = {places.get(number) for number, gradient in enumerate(given) if gradient is not None}
+        kept = [
+            None if None not in arrived and self.reached[index] and arrived.isdisjoint(self.reached[index]) else each
+            for each, index in zip(gradients, tensors, strict=True)
+        ]
+        if not self.keeps_bits:
+            return tuple(kept)
+        added, edges = added_in_this_backward(), node().next_functions  # type: ignore[union-attr]
+        for index, edge, gradient in zip(tensors, edges, kept, strict=True):
+            if gradient is None:
+                continue
+            name = self.names[index]
+            if edge in added and self.num_uses[index] > 1:
+                raise FidelityError(
+                    f"several calls of compiled graphs use {name!r}, and one of them several times: eager adds the "
+                    "gradients of all its uses one by one. Compile a function that makes all these calls, without "
+                    "graph breaks, or run backward after each"
+                )
+            added.add(edge)
+        return tuple(kept)

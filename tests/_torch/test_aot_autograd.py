@@ -1,0 +1,86 @@
+"""What Dynamo and AOTAutograd trace has eager's bits where torch alone would round otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import graphpasses
+
+pytestmark = pytest.mark.slow
+
+
+def results(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    x = torch.randn(2, 3, 5, 7, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    torch.manual_seed(0)
+    y = call(x)
+    y.backward(torch.rand(y.shape, dtype=y.dtype))
+    assert x.grad is not None
+    return [y.detach(), x.grad]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.addcdiv(x, x, x.exp(), value=0.3),
+        lambda x: x.sin().addcmul_(x, x.exp(), value=0.3),
+        lambda x: F.interpolate(x, scale_factor=1.7, mode="bilinear"),
+        lambda x: F.dropout(x.bfloat16().permute(1, 3, 2, 0), 0.3).contiguous(),
+        lambda x: x * torch.empty_like(x.mT).bernoulli_(0.5).mT,
+    ],
+    ids=["addcdiv", "addcmul", "bilinear", "dropout", "bernoulli"],
+)
+def test_operators_are_eagers(function: Any, dynamic: bool) -> None:
+    eager = results(function)
+    assert same(results(graphpasses.compile(function, inner="aot_eager", dynamic=dynamic)), eager)
+    assert not same(results(torch.compile(function, backend="aot_eager", dynamic=dynamic)), eager)
+
+
+def is_traced() -> bool:
+    return torch.compiler.is_compiling()
+
+
+def asks(x: Tensor) -> Tensor:
+    return x.sin() if is_traced() else x.cos()
+
+
+def test_who_asks_whether_it_is_compiled_is_reported() -> None:
+    report = graphpasses.CompileReport()
+    compiled = results(graphpasses.compile(asks, inner="aot_eager", report=report))
+    assert not same(compiled, results(asks))
+    (note,) = report.notes
+    assert "test_aot_autograd.py" in note
+    assert "in asks asks whether it is compiled" in note
+    report = graphpasses.CompileReport()
+    graphpasses.compile(torch.sin, inner="aot_eager", report=report)(torch.ones(2))
+    assert not report.notes
+
+
+@pytest.mark.parametrize("transform", [torch.vmap, lambda f: torch.func.grad(lambda x: f(x).sum())])
+def test_functions_of_functions(transform: Any) -> None:
+    def function(x: Tensor) -> Tensor:
+        return transform(lambda row: row.sin().cumsum(0))(x) * x
+
+    eager = results(function)
+    assert same(results(graphpasses.compile(function, inner="aot_eager")), eager)
+    assert not same(results(lambda x: function(x) + x), eager)
+
+
+def test_a_formula_whose_strides_are_not_those_of_its_fake_result() -> None:
+    def function(x: Tensor) -> Tensor:
+        return F.softplus((x.flatten(0, 1).view(2, 3, 35) * 2).transpose(0, 1)).contiguous()
+
+    eager = results(function)
+    assert same(results(graphpasses.compile(function, inner="aot_eager")), eager)
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        results(torch.compile(function, backend="aot_eager"))

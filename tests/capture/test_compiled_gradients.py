@@ -1,0 +1,109 @@
+"""Gradients of compiled graphs are eager's: none where the loss does not depend on an output, and added alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphpasses
+from graphpasses.errors import FidelityError
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The .grad attribute")]  # Dynamo reads it
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Net(nn.Module):
+    def __init__(self, num_uses: int = 1, has_break: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.other = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.num_uses, self.has_break = num_uses, has_break
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for _ in range(self.num_uses):
+            x = self.body(x).sin()
+        other = self.other(x)
+        if self.has_break:
+            torch._dynamo.graph_break()
+        return self.head(x), other.T
+
+
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+def gradients(model: nn.Module, call: Any, loss: Loss) -> dict[str, Tensor | None]:
+    loss(call, torch.randn(3, 4, generator=torch.Generator().manual_seed(1))).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def eager(loss: Loss, **options: Any) -> dict[str, Tensor | None]:
+    model = Net(**options)
+    return gradients(model, model, loss)
+
+
+def compiled(loss: Loss, inner: Any = "aot_eager", **options: Any) -> dict[str, Tensor | None]:
+    model = Net(**options)
+    return gradients(model, graphpasses.compile(model, inner=inner), loss)
+
+
+def same(one: dict[str, Tensor | None], other: dict[str, Tensor | None]) -> bool:
+    def equal(a: Tensor | None, b: Tensor | None) -> bool:
+        return a is b if a is None or b is None else torch.equal(a, b)
+
+    return all(equal(each, other[name]) for name, each in one.items())
+
+
+def one_output(call: Any, x: Tensor) -> Tensor:
+    return call(x)[0].square().mean()
+
+
+def two_calls(call: Any, x: Tensor) -> Tensor:
+    return (call(x)[0] - call(x / 2)[0]).square().mean()
+
+
+@pytest.mark.parametrize("has_break", [False, True])
+def test_what_the_loss_does_not_depend_on_has_no_gradient(has_break: bool) -> None:
+    theirs = eager(one_output, has_break=has_break)
+    assert theirs["other.weight"] is None
+    assert same(compiled(one_output, has_break=has_break), theirs)
+    if not has_break:
+        assert compiled(one_output, "inductor")["other.weight"] is None
+    model = Net(has_break=has_break)
+    assert not same(gradients(model, torch.compile(model, backend="aot_eager"), one_output), theirs)
+
+
+@pytest.mark.parametrize("has_break", [False, True])
+def test_gradients_of_several_calls_are_added_as_in_eager(has_break: bool) -> None:
+    theirs = eager(two_calls, num_uses=2, has_break=has_break)
+    assert same(compiled(two_calls, num_uses=2, has_break=has_break), theirs)
+    model = Net(num_uses=2, has_break=has_break)
+    assert not same(gradients(model, torch.compile(model, backend="aot_eager"), two_calls), theirs)
+
+
+class Square(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (x * (self.weight * self.weight),)
+
+
+def test_calls_whose_gradients_eager_adds_otherwise_are_refused() -> None:
+    model = Square()
+    with pytest.raises(FidelityError, match=r"use 'weight', and one of them several times"):
+        gradients(model, graphpasses.compile(model, inner="aot_eager"), two_calls)
+    one, plain = Square(), Square()
+    function = graphpasses.compile(lambda x: two_calls(one, x), inner="aot_eager")
+    ours = gradients(one, None, lambda _, x: function(x))
+    assert same(ours, gradients(plain, plain, two_calls))
