@@ -29,7 +29,7 @@ def give_each_use_an_input(graph: DynamoGraph) -> tuple[int, ...]:
     memory, copied = storages(*written), []
     for index, (node, item) in enumerate(zip(graph.placeholders, graph.inputs, strict=True)):
         value: Any = node.meta.get("val")
-        users = [*filter(has_gradient, node.users)]
+        users = sorted(filter(has_gradient, node.users))
         is_plain = isinstance(value, Tensor) and value.requires_grad and not is_tensor_subclass(value)
         if len(users) < 2 or not is_plain or not memory.isdisjoint(storages(node)):
             continue
