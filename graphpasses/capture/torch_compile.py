@@ -21,13 +21,13 @@ from graphpasses.analysis.effects import launches_collective
 from graphpasses.capture.compile_options import CompileOptions, Inner
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.capture.compiled_call import CompiledCall
-from graphpasses.capture.compiled_gradients import CompiledGradients, aliased, give_each_use_an_input
+from graphpasses.capture.compiled_gradients import CompiledGradients
 from graphpasses.capture.compiled_graphs import ModelInputs, read_aot_graph, read_model_graph
 from graphpasses.embedding.backward_checks import check_lookups
 from graphpasses.embedding.torchrec.fake_kernels import fake_kernels_if_loaded
 from graphpasses.embedding.torchrec.pipelines import check_pipeline
 from graphpasses.errors import PipelineError
-from graphpasses.graph import DynamoGraph, Stage
+from graphpasses.graph import Stage
 from graphpasses.ops.autograd_functions import alias_tensors
 from graphpasses.passes.runner import Graph, Pipeline
 
@@ -148,13 +148,11 @@ def _compile(
         if node.users or isinstance(node.meta.get("val"), torch.SymInt)  # a symbol may be part of other sizes
     ]
     rewritten.remove_inputs(set(range(len(rewritten.inputs))) - set(kept))
-    keeps_bits = options.inner == "aot_eager"
-    copied = give_each_use_an_input(DynamoGraph.of(rewritten)) if keeps_bits else ()
     origin = ModelInputs(
         ref(model), rewritten.parameters, rewritten.identity, rewritten.inputs, remembered, captured.place
     )
 
-    gradients = CompiledGradients.of(rewritten, keeps_bits=keeps_bits)
+    gradients = CompiledGradients.of(rewritten, keeps_bits=options.inner == "aot_eager")
 
     def rewrite(stage: Stage, gm: fx.GraphModule) -> None:
         graph = read_aot_graph(gm, stage, origin)
@@ -168,7 +166,7 @@ def _compile(
     given = [index for index in kept if index < num_given]
     added = [rewritten.live[index] for index in kept if index >= num_given]
     fakes = [inputs[index] for index in given] + [node.meta["val"] for node in rewritten.placeholders[len(given) :]]
-    if keeps_bits:
+    if options.inner == "aot_eager":
         compiled = compile_aot_eager(rewritten.module, fakes, stages)
     else:
         facts = "\n".join(map(repr, (options.pipeline.uuid(), *rewritten.inputs)))
@@ -182,7 +180,7 @@ def _compile(
             check()
         for check_inputs in input_checks:
             check_inputs(values)
-        values = tuple(aliased([*(values[index] for index in given), *added], copied))
+        values = (*(values[index] for index in given), *added)
         outputs = compiled(*values)
         gradients.follow(outputs, values)
         return _checked(outputs, backward_checks) if backward_checks else outputs
