@@ -12,46 +12,9 @@ from torch import Tensor
 
 from graphpasses._torch.aot_autograd import added_in_this_backward, backward_node
 from graphpasses._torch.pytree import tree_leaves
-from graphpasses._torch.schemas import is_tensor_subclass
-from graphpasses.analysis.effects import has_gradient, reached_outputs, torch_call_effects
+from graphpasses.analysis.effects import has_gradient, reached_outputs
 from graphpasses.errors import FidelityError
-from graphpasses.graph import DynamoGraph, GraphInput, InputKind
-from graphpasses.graph.nodes import storages
-from graphpasses.ops.autograd_functions import alias_tensors
-
-
-def give_each_use_an_input(graph: DynamoGraph) -> tuple[int, ...]:
-    """Gives each use of an input a placeholder of its own, whose gradient autograd adds to the others one by one.
-
-    Returns, of each new placeholder, the position of the input that it shall be given, too; uses are in graph order.
-    """
-    written = [each for node in graph.graph.nodes for each in torch_call_effects(node).writes]
-    memory, copied = storages(*written), []
-    for index, (node, item) in enumerate(zip(graph.placeholders, graph.inputs, strict=True)):
-        value: Any = node.meta.get("val")
-        users = sorted(filter(has_gradient, node.users))
-        is_plain = isinstance(value, Tensor) and value.requires_grad and not is_tensor_subclass(value)
-        if len(users) < 2 or not is_plain or not memory.isdisjoint(storages(node)):
-            continue
-        for user in users[1:]:
-            with graph.graph.inserting_after(graph.placeholders[-1]):
-                new = graph.graph.placeholder(f"{node.name}_again")
-            new.target = new.name
-            new.meta["val"] = new.meta["example_value"] = value.detach().requires_grad_()
-            user.replace_input_with(node, new)
-            graph.inputs += (GraphInput(InputKind.VALUE, item.fqn),)
-            graph.live += (graph.live[index],)
-            copied.append(index)
-    return tuple(copied)
-
-
-def aliased(values: Sequence[Any], copied: Sequence[int]) -> list[Any]:
-    """Returns the inputs of a graph whose uses have placeholders of their own; eager adds the last use's first."""
-    result, further = list(values), dict[int, list[Tensor]]()
-    for index in dict.fromkeys(copied):
-        first, *others = reversed(alias_tensors(*[values[index]] * (copied.count(index) + 1)))
-        result[index], further[index] = first, others
-    return [*result, *(further[index].pop(0) for index in copied)]
+from graphpasses.graph import DynamoGraph
 
 
 @dataclass(frozen=True)

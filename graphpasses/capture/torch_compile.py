@@ -23,14 +23,14 @@ from graphpasses.capture.autocast_casts import cast_once, check_cast_once
 from graphpasses.capture.compile_options import CompileOptions, Inner
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.capture.compiled_call import CompiledCall
-from graphpasses.capture.compiled_gradients import CompiledGradients, aliased, give_each_use_an_input
+from graphpasses.capture.compiled_gradients import CompiledGradients
 from graphpasses.capture.compiled_graphs import ModelInputs, read_aot_graph, read_model_graph
 from graphpasses.capture.formulas import give_eagers_formulas
 from graphpasses.embedding.backward_checks import check_lookups
 from graphpasses.embedding.torchrec.fake_kernels import fake_kernels_if_loaded
 from graphpasses.embedding.torchrec.pipelines import check_pipeline
 from graphpasses.errors import PipelineError
-from graphpasses.graph import DynamoGraph, Stage
+from graphpasses.graph import Stage
 from graphpasses.ops.autograd_functions import alias_tensors
 from graphpasses.passes.runner import Graph, Pipeline
 
@@ -152,7 +152,6 @@ def _compile(
         if node.users or isinstance(node.meta.get("val"), torch.SymInt)  # a symbol may be part of other sizes
     ]
     rewritten.remove_inputs(set(range(len(rewritten.inputs))) - set(kept))
-    copied = give_each_use_an_input(DynamoGraph.of(rewritten)) if keeps_bits else ()
     origin = ModelInputs(
         ref(model), rewritten.parameters, rewritten.identity, rewritten.inputs, remembered, captured.place
     )
@@ -188,7 +187,7 @@ def _compile(
             check_inputs(values)
         if cast_names:
             check_cast_once({name: values[index] for index, name in cast_names.items()}, CompiledCall.casts())
-        values = tuple(aliased([*(values[index] for index in given), *added], copied))
+        values = (*(values[index] for index in given), *added)
         outputs = compiled(*values)
         gradients.follow(outputs, values)
         return _checked(outputs, backward_checks) if backward_checks else outputs

@@ -82,28 +82,13 @@ def test_what_the_loss_does_not_depend_on_has_no_gradient(has_break: bool) -> No
     assert not same(gradients(model, torch.compile(model, backend="aot_eager"), one_output), theirs)
 
 
-@pytest.mark.parametrize("has_break", [False, True])
-def test_gradients_of_several_calls_are_added_as_in_eager(has_break: bool) -> None:
-    theirs = eager(two_calls, num_uses=2, has_break=has_break)
-    assert same(compiled(two_calls, num_uses=2, has_break=has_break), theirs)
-    model = Net(num_uses=2, has_break=has_break)
-    assert not same(gradients(model, torch.compile(model, backend="aot_eager"), two_calls), theirs)
-
-
-class Square(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> tuple[Tensor]:
-        return (x * (self.weight * self.weight),)
-
-
 def test_calls_whose_gradients_eager_adds_otherwise_are_refused() -> None:
-    model = Square()
-    with pytest.raises(FidelityError, match=r"use 'weight', and one of them several times"):
-        gradients(model, graphpasses.compile(model, inner="aot_eager"), two_calls)
-    one, plain = Square(), Square()
-    function = graphpasses.compile(lambda x: two_calls(one, x), inner="aot_eager")
-    ours = gradients(one, None, lambda _, x: function(x))
-    assert same(ours, gradients(plain, plain, two_calls))
+    assert same(compiled(two_calls), eager(two_calls))
+    with pytest.raises(FidelityError, match=r"use 'body.weight', and one of them several times"):
+        compiled(two_calls, num_uses=2)
+    model = Net(num_uses=2)
+    function = graphpasses.compile(lambda x: two_calls(model, x), inner="aot_eager")
+    theirs = eager(two_calls, num_uses=2)
+    assert same(gradients(model, None, lambda _, x: function(x)), theirs)
+    model = Net(num_uses=2)
+    assert not same(gradients(model, torch.compile(model, backend="aot_eager"), two_calls), theirs)
