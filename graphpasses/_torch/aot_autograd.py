@@ -59,7 +59,7 @@ def _bernoulli(x: Tensor, p: float, *, generator: torch.Generator | None = None)
 
 
 _ASKS = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling, torch._utils.is_compiling
-_PREPARED = {"torch", "torchrec", "fbgemm_gpu"}  # compute the same where they are compiled
+_PREPARED = {"torch", "torchrec", "fbgemm_gpu", "graphpasses"}  # compute the same where they are compiled
 
 
 @contextmanager

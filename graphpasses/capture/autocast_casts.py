@@ -148,9 +148,10 @@ def check_cast_once(weights: Mapping[str, Tensor], in_this_call: set[int]) -> No
     """
     if not torch.is_grad_enabled():
         return
+    kinds = {weight.device.type for weight in weights.values()}
+    casts = {kind: _cast_around(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
     for name, weight in weights.items():
-        kind = weight.device.type
-        cast = _cast_around(kind) if torch.is_autocast_enabled(kind) else in_this_call
+        cast = casts.get(weight.device.type, in_this_call)
         if id(weight) in cast:
             raise UnsupportedError(
                 f"two compiled graphs use parameter {name!r} under one autocast: eager casts it once for both, and "
