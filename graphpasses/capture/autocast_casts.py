@@ -28,7 +28,7 @@ def cast_once(module: fx.GraphModule) -> list[int]:
         Positions of the inputs that it casts.
     """
     placeholders = module.graph.find_nodes(op="placeholder")
-    weights = [node for node in placeholders if _is_weight(node.meta.get("example_value"))]
+    weights = {node for node in placeholders if _is_weight(node.meta.get("example_value"))}
     around = any(torch.is_autocast_enabled(kind) for kind in {_value(node).device.type for node in weights})
     users: dict[tuple[fx.Node, int, torch.dtype], list[tuple[fx.Node, int]]] = defaultdict(list)
     for node, block, regions in _under_autocast(module.graph, around):
@@ -51,7 +51,8 @@ def cast_once(module: fx.GraphModule) -> list[int]:
         for node in nodes:
             node.replace_input_with(weight, cast)
     module.recompile()
-    return [index for index, node in enumerate(placeholders) if any(node is weight for weight, *_ in users)]
+    cast_weights = {weight for weight, *_ in users}
+    return [index for index, node in enumerate(placeholders) if node in cast_weights]
 
 
 def _is_weight(value: Any) -> bool:

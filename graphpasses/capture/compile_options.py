@@ -56,6 +56,11 @@ class CompileOptions:
             if p.stages == {Stage.STEP} and p.name not in self.pipeline.disable
         ]
 
+    @property
+    def keeps_bits(self) -> bool:
+        """Whether what compiles the graphs runs the operators that they call; Inductor rounds otherwise."""
+        return self.inner == "aot_eager"
+
     @classmethod
     def of(cls, options: Mapping[str, Any] | None) -> CompileOptions:
         """Checks the options that a user gave ``torch.compile``."""

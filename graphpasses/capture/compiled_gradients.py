@@ -28,7 +28,7 @@ class CompiledGradients:
 
     @classmethod
     def of(cls, graph: DynamoGraph, *, keeps_bits: bool) -> Self:
-        """Reads them from a graph that Dynamo traced, and from the settings of now."""
+        """Reads them from a graph that Dynamo traced."""
         reached, nodes = reached_outputs(graph.graph), graph.placeholders
         readers = [filter(has_gradient, node.users) for node in nodes]
         read = [[leaf for user in users for leaf in tree_leaves((user.args, user.kwargs))] for users in readers]

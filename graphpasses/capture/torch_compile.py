@@ -102,7 +102,7 @@ def _wrap(root: Any, compiled: Callable[..., Any], keywords: Mapping[str, Any]) 
 @contextmanager
 def _while_tracing() -> Iterator[None]:
     call = CompiledCall.running()
-    keeps_bits = call is not None and call.options.inner == "aot_eager"
+    keeps_bits = call is not None and call.options.keeps_bits
     with fake_kernels_if_loaded(), operators_of_eager(call.note) if call and keeps_bits else nullcontext():
         yield
 
@@ -131,7 +131,7 @@ def _compile(
 ) -> Callable[..., Any]:
     report = options.report
     assert isinstance(report, CompileReport)
-    number, keeps_bits = report.num_graphs, options.inner == "aot_eager"
+    number, keeps_bits = report.num_graphs, options.keeps_bits
     report.num_graphs += 1
 
     def run(graph: Graph) -> Graph:
