@@ -12,14 +12,11 @@ from torch import Tensor, nn
 import graphpasses
 from graphpasses.errors import FidelityError
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The .grad attribute")]  # Dynamo reads it
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Any:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("forget_compiled_code"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute"),  # Dynamo reads it
+]
 
 
 class Net(nn.Module):
