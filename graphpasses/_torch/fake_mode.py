@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 from unittest import mock
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import _meta_registrations, _prims_common, _refs
 from torch._decomp import decomposition_table
@@ -263,14 +264,17 @@ def fake_call_for_all_sizes(
 ) -> Any:
     """Calls an operator on fake tensors; returns None if it would decide by sizes that are symbols, or fails.
 
-    The compiler, whose symbols these are, learns nothing from the call.
+    The compiler, whose symbols these are, learns nothing from the call. Tensors are taken not to be empty where torch
+    would be content with that: in an empty one nothing lies otherwise.
     """
     shape_env: Any = mode.shape_env
     if shape_env is None:
         return fake_call(mode, target, args, kwargs)
 
-    def known(expr: Any, *_: Any, **__: Any) -> Any:
+    def known(expr: Any, *_: Any, fallback_value: bool | None = None, **__: Any) -> Any:
         found = shape_env._maybe_evaluate_static(expr)
+        if found is None and fallback_value is False and _is_emptiness(expr):
+            return sympy.false
         if found is None:
             raise _UndecidedError
         return found
@@ -284,6 +288,13 @@ def fake_call_for_all_sizes(
     # Ours, or what an operator makes of it; or that of a call that cannot be. Nothing is known then, or proved.
     except Exception:
         return None
+
+
+def _is_emptiness(expr: Any) -> bool:
+    """Whether a condition is that a size is 0."""
+    if not isinstance(expr, sympy.Eq) or expr.rhs != 0 or not expr.lhs.is_polynomial():
+        return False
+    return all(factor > 0 for factor in expr.lhs.as_coefficients_dict().values())
 
 
 def _without_symbol(value: Any) -> Any:

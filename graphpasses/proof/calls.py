@@ -52,7 +52,7 @@ class Calls(Memory):
     def _call(self, target: Any, args: Any, kwargs: Any) -> tuple[Hashable, ...]:
         """Returns what an operator's results depend on: its arguments' values, and how they lie in memory."""
         plain = self._plain(target, args, kwargs)
-        is_copy = RULES.get(target, ("",))[0] == "joins"  # wherever the elements lie that it copies
+        is_copy = RULES.get(target, ("",))[0] in ("joins", "features")  # wherever the elements lie that it copies
         given, named = evaluated(plain, self._number if is_copy else lambda node: self._argument(node, target))
         if str(target) == BOUNDS_CHECK:  # it does not read the count of bad ids
             place = _warning_of(target)

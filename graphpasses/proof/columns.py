@@ -7,8 +7,9 @@ other way round: of each rank its own rows, or of each rank its own columns.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import sympy  # type: ignore[import-untyped]
@@ -21,8 +22,8 @@ from graphpasses.proof.core.values import Value, Values
 AXIOM = "columns side by side"
 AXIOMS[AXIOM] = (
     "where all ranks send as one what several all-to-alls send, of each the rows or columns for a rank side by side, "
-    "in one order, it brings side by side what each of these brings; a rank gets of all ranks the rows, or the "
-    "columns, that it gets of itself"
+    "in the order in which these are launched (gradients also in the opposite one), it brings side by side what each "
+    "of these brings; a rank gets of all ranks the rows, or the columns, that it gets of itself"
 )
 _CAT, _SLICE = (RULES[target][1] for target in (torch.ops.aten.cat.default, torch.ops.aten.slice.Tensor))
 
@@ -48,6 +49,11 @@ class Exchange:
     is_whole: bool  # whether all parts that are received have the same columns, so that they lie below each other
     unit: int  # elements that a size counts as one
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether this rank sends nothing, as it has no such tables."""
+        return not any(part.num_columns for part in self.sent)
+
     def value(self, values: Values, parts: Sequence[Part]) -> Value:
         """Returns the tensor in which received parts lie below each other, all of the same columns."""
         row = parts[0].row
@@ -63,9 +69,11 @@ class Columns:
         self._values = values
         self.is_first = True  # whether the first graph is evaluated
         self.distrusted: set[Any] = set()  # symbols that stand for several sizes
-        self._known: dict[int, Exchange] = {}  # by the number of what it brings, those of the first graph
+        # By the number of what it brings, those of the first graph; None where nobody has said how it is cut.
+        self._known: dict[int, Exchange | None] = {}
         self._by_rank: dict[int, list[Part]] = {}  # by the number of what is sent, its parts, where these are columns
         self._received: dict[int, Exchange] = {}  # by the number of what it brings
+        self._silent: dict[int, Exchange] = {}  # likewise, those whose parts are not known
 
     def trusts(self, *sizes: Any) -> bool:
         """Whether the symbols in numbers, or expressions, each stand for one size."""
@@ -90,6 +98,10 @@ class Columns:
         is_known = self.trusts(*sizes[0], *sizes[1])
         exchange = self._exchange(sent, brought, sizes, own, kind, unit) if is_known else None
         if exchange is None:
+            if is_known and self.is_first and not any(sizes[1]) and any(sizes[0]):
+                self._known[brought.number] = None
+                received = tuple(Part(size * unit, brought) for size in sizes[0])
+                self._silent[brought.number] = Exchange(kind, (), received, False, unit)
             return brought, False
         is_merged = False
         if self.is_first:
@@ -97,15 +109,16 @@ class Columns:
         elif brought.number not in self._known and (merged := self._merged(exchange)) is not None:
             exchange, is_merged = merged, True
         parts = [part for part in exchange.received if part.num_columns]
-        if exchange.is_whole or len(parts) == 1:
-            return exchange.value(self._values, parts), is_merged
-        self._received[brought.number] = exchange
+        if parts and (exchange.is_whole or len(parts) == 1):
+            brought = exchange.value(self._values, parts)
+        if not exchange.is_whole:
+            self._received[brought.number] = exchange
         return brought, is_merged
 
     def split(self, received: Value, sizes: Sequence[Any]) -> list[Value] | None:
         """Returns what each rank sent, if sizes cut it so."""
         exchange = self._received.get(received.number)
-        if exchange is None:
+        if exchange is None or not self.trusts(*sizes):
             return None
         parts = [part for part in exchange.received if part.num_columns]
         is_cut = [size * exchange.unit for size in sizes] == [part.num_rows * part.num_columns for part in parts]
@@ -113,6 +126,10 @@ class Columns:
 
     def joined(self, received: Value, num_rows: Any, num_columns: Sequence[int]) -> Value | None:
         """Returns what the ranks sent side by side, if so many rows and columns say how it is cut."""
+        if not self.trusts(num_rows):
+            return None
+        if received.number in self._silent:
+            self._hear(received, num_rows, num_columns)
         exchange = self._received.get(received.number)
         if exchange is None or any(part.num_rows != num_rows for part in exchange.received):
             return None
@@ -120,6 +137,21 @@ class Columns:
             return None
         row = self._side_by_side([part.row for part in exchange.received])
         return self._values.in_rows(text(num_rows), row, ("joined", text(num_rows), row.number))
+
+    def _hear(self, received: Value, num_rows: Any, num_columns: Sequence[int]) -> None:
+        """Notes what all-to-alls bring of which this rank sends nothing, if so many rows and columns cut it."""
+        silent = self._silent[received.number]
+        if received.dtype is None or received.source is None:
+            return
+        if [part.num_rows for part in silent.received] != [num_rows * each for each in num_columns]:
+            return
+        parts = []
+        for rank, columns in enumerate(num_columns):
+            source = self._values.source(("part", received.source, rank), columns)
+            parts.append(Part(num_rows, self._values.tensor(received.dtype, (1, columns), source)))
+        exchange = replace(silent, received=tuple(parts))
+        self._known[received.number] = self._received[received.number] = exchange
+        del self._silent[received.number]
 
     def _exchange(
         self, sent: Value, brought: Value, sizes: Sequence[Sequence[Any]], own: int, kind: Hashable, unit: int
@@ -139,7 +171,9 @@ class Columns:
         num_rows, num_columns = parts[own].num_rows, parts[own].num_columns
         by_columns = [_quotient(size, num_columns) for size in outputs]  # how many rows come, if all have its columns
         by_rows = [_quotient(size, num_rows) for size in outputs]  # how many columns, if all have its rows
-        if is_whole and None not in by_columns:
+        if is_whole and num_columns == 0 and not any(outputs):
+            shapes: list[Any] = [(0, 0)] * len(outputs)
+        elif is_whole and None not in by_columns:
             shapes = [(each, num_columns) for each in by_columns]
         elif not is_whole and all(type(each) is int for each in by_rows):
             shapes = [(num_rows, each) for each in by_rows]
@@ -159,27 +193,44 @@ class Columns:
 
     def _merged(self, one: Exchange) -> Exchange | None:
         """Returns an all-to-all as one of the columns of several of the first graph; None if it is none."""
-        others = [each for each in self._known.values() if (each.kind, each.is_whole) == (one.kind, one.is_whole)]
-        for in_order in (others, others[::-1]):
-            members: list[Exchange] = []
-            starts = [0] * len(one.sent)
-            for each in in_order:
-                ends = [start + part.num_columns for start, part in zip(starts, each.sent, strict=True)]
-                if self._has(one, each, starts, ends):
-                    members.append(each)
-                    starts = ends
-            if starts != [part.num_columns for part in one.sent] or not members:
-                continue
-            if any([each.sent for each in others].count(member.sent) > 1 for member in members):
+        known = [each for each in self._known.values() if each is not None]
+        others = [each for each in known if (each.kind, each.is_whole) == (one.kind, one.is_whole)]
+        orders = [self._members(one, others), self._members(one, others[::-1]) if one.is_whole else []]
+        # What this rank sends nothing of travels with the rest, or apart: the number of columns tells.
+        sent = [[member for member in members if not member.is_silent] for members in orders]
+        found = {parts for each in (*orders, *sent) if each and (parts := self._beside(one, each))}
+        if len(found) != 1:
+            return None  # what this rank sends does not tell in which order others send
+        for member in itertools.chain(*sent):
+            if [each.sent for each in others].count(member.sent) > 1:
                 return None  # other ranks may send, for two that look alike here, two in another order
-            found = []
-            for part, *parts in zip(one.received, *(each.received for each in members), strict=True):
-                row = self._side_by_side([each.row for each in parts])
-                if row.numel != part.num_columns or any(each.num_rows != part.num_rows for each in parts):
-                    return None
-                found.append(Part(part.num_rows, row))
-            return Exchange(one.kind, one.sent, tuple(found), one.is_whole, one.unit)
-        return None
+        return replace(one, received=found.pop())
+
+    def _members(self, one: Exchange, in_order: Sequence[Exchange]) -> list[Exchange]:
+        """Returns those whose columns another sends, in an order, and all of which this rank sends nothing."""
+        members: list[Exchange] = []
+        starts = [0] * len(one.sent)
+        for each in in_order:
+            if each.is_silent:
+                members.append(each)
+                continue
+            ends = [start + part.num_columns for start, part in zip(starts, each.sent, strict=True)]
+            if self._has(one, each, starts, ends):
+                members.append(each)
+                starts = ends
+        return members if starts == [part.num_columns for part in one.sent] else []
+
+    def _beside(self, one: Exchange, members: Sequence[Exchange]) -> tuple[Part, ...] | None:
+        """Returns what members bring, side by side, if it has the rows and columns of what another brings."""
+        found = []
+        for part, *parts in zip(one.received, *(each.received for each in members), strict=True):
+            row = self._side_by_side([each.row for each in parts])
+            if row.numel != part.num_columns or any(
+                each.num_rows != part.num_rows for each in parts if each.num_columns
+            ):
+                return None
+            found.append(Part(part.num_rows, row))
+        return tuple(found)
 
     def _has(self, one: Exchange, other: Exchange, starts: Sequence[int], ends: Sequence[int]) -> bool:
         """Whether parts that are sent have, between some columns, those of another all-to-all."""

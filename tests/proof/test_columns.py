@@ -26,23 +26,28 @@ from tests.helpers.all_to_alls import capture, exchange
 aten = torch.ops.aten
 TO_COLUMNS = torch.ops.torchrec._split_1d_cat_2d.default
 FROM_COLUMNS = torch.ops.torchrec._split_1d_cat_2d_backward_impl.default
-WIDTHS = ((2, 3), (4, 3))  # of each module, columns of each rank's tables
+Widths = tuple[tuple[int, int], tuple[int, int]]  # of each module, columns of each rank's tables
+WIDTHS: Widths = ((2, 3), (4, 3))
 CUT = 3  # columns of a table that is cut by rows
 PASSES = (BucketPooledAllToAll(), BucketAllToAll(), EliminateSplitCat())
 
 
-def step(own: Tensor, other: Tensor) -> list[Tensor]:
+def step(own: Tensor, other: Tensor, of_modules: Widths = WIDTHS) -> list[Tensor]:
     """Looks up for this rank's samples and for the other's, and sends gradients back."""
     rows = own.shape[0], other.shape[0]
-    pooled = torch.cat([own, other]).unsqueeze(1) * torch.arange(1.0, 10.0)
-    first, second, cut = SPLIT_FEATURES(pooled, [2, 4, CUT], [sum(rows)] * 3)
-    columns = [to_batch(part, widths, rows) for part, widths in ((first, WIDTHS[0]), (second, WIDTHS[1]))]
+    dims = [*(widths[0] for widths in of_modules if widths[0]), CUT]
+    pooled = torch.cat([own, other]).unsqueeze(1) * torch.arange(1.0, 1.0 + sum(dims))
+    *looked_up, cut = SPLIT_FEATURES(pooled, dims, [sum(rows)] * len(dims))
+    parts = iter(looked_up)
+    columns = [
+        to_batch(next(parts) if widths[0] else pooled.new_empty(sum(rows), 0), widths, rows) for widths in of_modules
+    ]
     received = exchange(cut, [rows[0]] * 2, list(rows))
     columns.append(torch.stack(aten.split_with_sizes.default(received, [rows[0]] * 2)).sum(0))
     of_cut = columns[2] * 3
     sent = torch.cat([*of_cut.unsqueeze(0).expand(2, rows[0], CUT)])
     gradients = [exchange(sent, list(rows), [rows[0]] * 2) / 2]
-    for x, widths in zip(columns[1::-1], WIDTHS[::-1], strict=True):
+    for x, widths in zip(columns[1::-1], of_modules[::-1], strict=True):
         flat = exchange(
             FROM_COLUMNS(x * 3, list(widths)), [n * widths[0] for n in rows], [rows[0] * n for n in widths]
         )
@@ -51,7 +56,7 @@ def step(own: Tensor, other: Tensor) -> list[Tensor]:
 
 
 def to_batch(part: Tensor, widths: Sequence[int], rows: Sequence[int]) -> Tensor:
-    received = exchange(part.view(-1), [rows[0] * width for width in widths], [n * widths[0] for n in rows])
+    received = exchange(part.view(-1), [rows[0] * n for n in widths], [n * widths[0] for n in rows])
     return TO_COLUMNS(received, rows[0], list(widths))
 
 
@@ -119,8 +124,11 @@ WRONG = [
 ]
 
 
-def merged() -> tuple[TrainGraph, TrainGraph]:
-    before = capture(step, torch.ones(3), torch.ones(2), stage=Stage.JOINT)
+def merged(of_modules: Widths = WIDTHS) -> tuple[TrainGraph, TrainGraph]:
+    def of_these(own: Tensor, other: Tensor) -> list[Tensor]:
+        return step(own, other, of_modules)
+
+    before = capture(of_these, torch.ones(3), torch.ones(2), stage=Stage.JOINT)
     after = Pipeline(PASSES).run(before)
     assert (len(nodes(before, ALL_TO_ALL)), len(nodes(after, ALL_TO_ALL))) == (6, 2)
     return before, after
@@ -138,6 +146,19 @@ def test_what_is_wrong_is_not(change: Callable[[TrainGraph], None]) -> None:
     with fake_process_group(2):
         before, after = merged()
         change(after)
+        with suppress(ProofError):
+            assert gp.prove(before, after).unproved
+
+
+@pytest.mark.parametrize("of_modules", [((0, 3), (4, 3)), ((2, 3), (0, 3))], ids=["first", "second"])
+def test_a_module_of_which_this_rank_has_no_tables_is_proved(of_modules: Widths) -> None:
+    with fake_process_group(2):
+        before, after = merged(of_modules)
+        assert not gp.prove(before, after).unproved
+        # Two modules' columns of the other rank, who has tables of both.
+        received = nodes(after, aten.view.default)[2]
+        one, two = [node for node in received.users if node.target == aten.slice.Tensor][:2]
+        one.args, two.args = two.args, one.args
         with suppress(ProofError):
             assert gp.prove(before, after).unproved
 

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphpasses._torch.fake_mode import fake_mode_of
+from graphpasses.ops.join_lookups import JOIN_FEATURES
 from graphpasses.proof.core.facts import Facts
 
 aten = torch.ops.aten
@@ -49,14 +50,23 @@ def test_strides_that_follow_for_all_sizes_are_known() -> None:
     assert before == after == ("4", "8", "1")
 
 
-def without_copy(graph: fx.Graph) -> None:
-    (clone,) = graph.find_nodes(op="call_function", target=aten.clone.default)
-    clone.replace_all_uses_with(clone.args[0])  # type: ignore[arg-type]
+def without_copies(graph: fx.Graph) -> None:
+    for clone in graph.find_nodes(op="call_function", target=aten.clone.default):
+        clone.replace_all_uses_with(clone.args[0])
 
 
 def test_strides_that_sizes_decide_are_not() -> None:
     def function(x: Tensor) -> Tensor:
         return x.expand(x.size(0) - 4, x.size(0), 8).clone(memory_format=torch.contiguous_format) + 1
 
-    before, after = strides(function, without_copy)
+    before, after = strides(function, without_copies)
     assert before[0] != after[0]
+
+
+def test_a_tensor_that_may_be_empty_lies_as_one_that_is_not() -> None:
+    def function(x: Tensor) -> Tensor:
+        return JOIN_FEATURES([x[:, :2].clone(), x[:, 2:].clone()], x.nonzero().size(0))
+
+    before, after = strides(function, without_copies)
+    assert before == after
+    assert after[1] == "1"
