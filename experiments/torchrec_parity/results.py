@@ -29,7 +29,9 @@ class Facts:
     Args:
         num_graphs: graphs that Dynamo made, recompilations included; 0 where nothing is compiled.
         calls: those of rank 0 in the last step; None if a step failed.
+        num_unproved: values of the graphs of all ranks that are not proved to be what they were before the passes.
     """
 
     num_graphs: int
     calls: Calls | None
+    num_unproved: int = 0

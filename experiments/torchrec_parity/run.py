@@ -14,7 +14,7 @@ from experiments.torchrec_parity.results import Facts
 
 __all__ = ["COLUMNS", "judge_cases", "judge_refusals", "train_and_judge"]
 
-COLUMNS = ("graphs", "collectives", "TBE calls")
+COLUMNS = ("graphs", "not proved", "collectives", "TBE calls")
 
 
 def train_and_judge(experiment: ParityExperiment, cases: Sequence[Case]) -> list[Verdict]:
@@ -53,6 +53,7 @@ def _judge(case: Case, row: Comparison, runs: Runs, folder: Path, num_steps: int
     if facts.num_graphs and eager.calls and facts.calls:
         cells = (
             f"{facts.num_graphs}",
+            f"{facts.num_unproved}",
             f"{_sum(eager.calls.collectives)} → {_sum(facts.calls.collectives)}",
             f"{_sum(eager.calls.lookups)} → {_sum(facts.calls.lookups)}",
         )

@@ -83,7 +83,15 @@ def _train(case: Case, variant: str, num_steps: int, path: Path, together: dist.
                 recorder.close(complete=False)
                 facts = Facts(report.num_graphs, calls)
                 return TrainedRun(case.name, variant, f"step {step}, {reason}", facts)
-    return TrainedRun(case.name, variant, facts=Facts(report.num_graphs, calls))
+    return TrainedRun(case.name, variant, facts=Facts(report.num_graphs, calls, _num_unproved(report, together)))
+
+
+def _num_unproved(report: CompileReport, together: dist.ProcessGroup) -> int:
+    """Returns how many values are not proved on all ranks together."""
+    certificates = [each.certificate for each in report.by_graph.values() if each.certificate is not None]
+    everyone = [0] * dist.get_world_size()
+    dist.all_gather_object(everyone, sum(len(each.unproved) for each in certificates), group=together)
+    return sum(everyone)
 
 
 def _first_failure(mine: Exception | None, together: dist.ProcessGroup) -> str:

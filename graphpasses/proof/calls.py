@@ -11,8 +11,10 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from graphpasses._torch import pytree
+from graphpasses._torch.fake_mode import fake_call, fake_mode_of
 from graphpasses._torch.schemas import (
     FunctionalizedCall,
+    WrittenView,
     bind_named,
     given_arguments,
     is_seeded,
@@ -27,6 +29,7 @@ from graphpasses.proof.core.facts import Facts, Leaf, leaves
 from graphpasses.proof.core.memory import Memory
 from graphpasses.proof.core.operators import out_of_place
 from graphpasses.proof.core.values import Argument, Result, Value, Values
+from graphpasses.proof.core.views import View
 from graphpasses.proof.rows import AXIOM as ROWS
 from graphpasses.proof.rows import ROW_BY_ROW, Made, by_row
 from graphpasses.proof.spelling import Call, evaluated, plain_call
@@ -229,12 +232,28 @@ class Calls(Memory):
                     self.write_tensor(place, value, node)
         return results
 
-    def _functionalized(self, node: fx.Node, call: FunctionalizedCall) -> list[Any]:
-        """Evaluates a call that writes copies as the one that writes in place; it returns the copies, too."""
+    def _functionalized(self, node: fx.Node, call: FunctionalizedCall) -> list[Any] | None:
+        """Evaluates a call that writes copies as the one that writes in place; it returns the copies, too.
+
+        None where it writes views of which nothing is known.
+        """
         written = [view.base for view in views(call)]
-        values = {name: _written_bases(view, call.bases) for name, view in call.writes.items()}
+        overlapping: list[Hashable] = []
+        values: dict[str, Any] = {}
+        for name, view in call.writes.items():
+            values[name] = _written_bases(view, call.bases)
+            if isinstance(view, WrittenView) and view.view is not None:
+                found = self._written_view(node, call.bases[view.base], view, call.op)
+                if found is None:
+                    return None
+                values[name], place = found
+                overlapping += [((name, None), place)] if place.overlaps_itself() else []
+            elif isinstance(view, list) and any(each.view is not None for each in view):
+                return None
         args, kwargs = bind_named(call.op, {**call.reads, **values})
-        key = self._after_others(is_seeded(call.op), not is_function(call.op), self._call(call.op, args, kwargs))
+        made = self._call(call.op, args, kwargs)
+        key: Hashable = (*made, "overlapping", tuple(overlapping)) if overlapping else made
+        key = self._after_others(is_seeded(call.op), not is_function(call.op), key)
         fakes = list(self._facts[node])
         results = [
             self.opaque(node, fake, key, index if call.num_results > 1 else None)
@@ -247,6 +266,25 @@ class Calls(Memory):
             count = args[_warning_of(call.op)]
             self._note_count(self._read(count), results[call.num_results + call.bases.index(count)])
         return results
+
+    def _written_view(
+        self, node: fx.Node, base: fx.Node, view: WrittenView, target: Any
+    ) -> tuple[Argument, View] | None:
+        """Returns what an operator is given that writes a view of a tensor, and how that lies."""
+        fake, (of,) = self._facts[base], self._facts.places[base]
+        mode = fake_mode_of(fake)
+        if mode is None or of is None or view.view is None or view.view in RULES:
+            return None
+        seen = fake_call(mode, view.view, (fake, *view.args), {})
+        place = View.of(seen)
+        if place is None or not place.is_known:
+            return None
+        copy = of._replace(root=(node, None))  # which has memory of its own
+        given = self._numbers(self._read(base), self._facts.layout_of(fake, copy, view.view))
+        value = self.opaque(node, seen, self._call(view.view, (given, *view.args), {}))
+        assert isinstance(value, Value)
+        layout = self._facts.layout_of(seen, copy._replace(view=place), target)
+        return Argument(value.number, layout), place
 
     def _note_count(self, old: Result, new: Result) -> None:
         """Notes what a bounds check writes over a count of bad ids: to further checks it is where that began."""

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from graphpasses._torch.group_ranks import named_group
-from graphpasses._torch.schemas import WrittenView, draws, read_functionalized_call
+from graphpasses._torch.schemas import draws, read_functionalized_call
 from graphpasses.analysis.effects import (
     is_elementwise_on_lists,
     names_written,
@@ -33,7 +33,7 @@ from graphpasses.ops.join_lookups import JOIN_BAGS
 from graphpasses.ops.pack_all_to_all import PACK, PACK_POOLED_EMBEDDINGS, UNPACK
 from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
 from graphpasses.proof import movement
-from graphpasses.proof.calls import Calls, is_function, views
+from graphpasses.proof.calls import Calls, is_function
 from graphpasses.proof.columns import AXIOM as COLUMNS
 from graphpasses.proof.core.axioms import AXIOMS, RULES
 from graphpasses.proof.core.facts import Facts, Leaf, Place
@@ -227,8 +227,8 @@ class Evaluation(Calls):
         if node.target in (READ_RANDOM_STATE, SET_RANDOM_STATE):
             return self._random_state(node, fake)
         call = read_functionalized_call(node)
-        if call is not None and all(isinstance(each, WrittenView) and each.view is None for each in views(call)):
-            return self._functionalized(node, call)
+        if call is not None and (results := self._functionalized(node, call)) is not None:
+            return results
         if is_elementwise_on_lists(node.target) and not self._overlaps(node, names_written(node)):
             return self._each(node)
         key: Hashable = self._call(node.target, node.args, node.kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -33,7 +34,11 @@ _SPLIT = RULES[torch.ops.aten.split_with_sizes.default][1]
 _INTEGERS = (torch.int32, torch.int64)
 _MAX_NUMBERS = 1 << 12
 
+_MAX_READINGS = 16
 _Place = tuple[tuple[int, int], ...]  # what stands at one place for each rank: a source, and which of its elements
+_ByRank = tuple[_Place, ...]  # likewise what goes to each rank
+_Tell = tuple[Term, ...] | None  # what each rank's size at a place is known as
+_UNCLEAR: tuple[_Tell, ...] = (None, ())
 
 
 class Sizes:
@@ -50,8 +55,8 @@ class Sizes:
         self._brought: dict[Hashable, Value | None] = {}
         # By what is sent what comes: a launch that no pass asked of is one that sends the same, as of one collective.
         self._alike: dict[Hashable, Value | None] = {}
-        # By what stands at a place here, what each rank told of what it has there; None where that is not one thing.
-        self._at: dict[tuple[str, _Place], tuple[Term, ...] | None] = {}
+        # By the group, of each launch of the first graph what it sends, and as what that which comes is known.
+        self._launches: dict[str, list[tuple[_ByRank, list[_Tell]]]] = {}
         self._said: dict[Hashable, tuple[int, int]] = {}  # by what this rank told, what it sends
         self.columns = Columns(values)
         self.wrong = ""  # what this rank told the others and is not so
@@ -101,62 +106,108 @@ class Sizes:
 
     def brought(self, name: str, sent: Value, outputs: Any, inputs: Any, group: str) -> Value | None:
         """Returns what the launch of a name brings that tells sizes; None of others. One in a bucket has no name."""
-        num = len(inputs)
-        size = inputs[0] if num else 0
-        is_alike = type(size) is int and [*outputs] == [*inputs] == [size] * num
-        if not is_alike or sent.pieces is None or sent.shape != (size * num,) or sent.dtype not in _INTEGERS:
+        if any(type(size) is not int for size in (*outputs, *inputs)) or sent.dtype not in _INTEGERS:
             return None
-        if not 0 < sent.numel <= _MAX_NUMBERS:
+        if sent.pieces is None or sent.shape != (sum(inputs),) or not 0 < sent.numel <= _MAX_NUMBERS:
             return None
-        key = name, sent.number, size, group  # others may send otherwise where this rank sends the same
+        if {*outputs} != {inputs[named_group(group).rank()]}:  # of each rank come as many as of this one
+            return None
+        key = name, sent.number, (*inputs,), group  # others may send otherwise where this rank sends the same
         if key not in self._brought:
             told = self._told.get(group)
             found = self._alike.get(key[1:]) if name and told and name not in told.launches else None
-            found = found or self._received(name if self.columns.is_first else "", sent, size, group)
+            found = found or self._received(name if self.columns.is_first else "", sent, inputs, group)
             self._brought[key] = found
             self._alike[key[1:]] = found if self._alike.get(key[1:], found) is found else None
         return self._brought[key]
 
-    def _received(self, name: str, sent: Value, size: int, group: str) -> Value:
+    def _received(self, name: str, sent: Value, inputs: Sequence[int], group: str) -> Value:
         numbers = dict(_numbers(sent.pieces or ()))
-        num, own = sent.numel // size, named_group(group).rank()
+        own, ends = named_group(group).rank(), [*itertools.accumulate(inputs)]
+        by_rank = tuple(
+            tuple(map(numbers.__getitem__, range(end - size, end))) for end, size in zip(ends, inputs, strict=True)
+        )
+        size = inputs[own]
+        tells = self._tells(name, by_rank, group)
         found = []
-        for index in range(size):
-            place = tuple(numbers[rank * size + index] for rank in range(num))
-            tell = self._tell(name, place, index, group)
-            for rank in range(num):
-                source, offset = place[own]
-                if rank != own:
-                    what = Term("told", (group, rank, sent.number, index), None, ()) if tell is None else tell[rank]
-                    source, offset = self._values.source(what), 0
-                found.append(Piece(rank * size + index, (), source, offset))
-        assert sent.shape is not None
-        return self._values.moved(sent.dtype, sent.shape, joined(found))
+        for index, ((source, offset), tell) in enumerate(zip(by_rank[own], tells, strict=True)):
+            for rank in range(len(inputs)):
+                if rank == own:
+                    found.append(Piece(rank * size + index, (), source, offset))
+                    continue
+                what = Term("told", (group, rank, sent.number, index), None, ()) if tell is None else tell[rank]
+                found.append(Piece(rank * size + index, (), self._values.source(what), 0))
+        return self._values.moved(sent.dtype, (size * len(inputs),), joined(found))
 
-    def _tell(self, name: str, place: _Place, index: int, group: str) -> tuple[Term, ...] | None:
-        """Returns what each rank's size at a place is known as; None if it is by the place alone."""
-        own, ranks = named_group(group).rank(), range(len(place))
-        if is_alone(named_group(group)):  # every other rank would do what this one does
-            sources, offsets = zip(*place, strict=True)
-            if all(self._values.key(source)[0] == "constant" for source in sources):
-                return None
-            return tuple(Term("told", (group, rank, own, offsets), None, sources) for rank in ranks)
+    def _tells(self, name: str, by_rank: _ByRank, group: str) -> list[_Tell]:
+        """Returns of each size that comes from a rank as what it is known; None where by its place alone."""
+        own, num = named_group(group).rank(), len(by_rank)
+        is_single, is_even = is_alone(named_group(group)), len({*map(len, by_rank)}) == 1
+        if is_single and is_even:
+            return [self._of_all(place, own, group) for place in zip(*by_rank, strict=True)]
+        if not name:
+            return self._of_members(by_rank, own, group)
+        tells: list[_Tell] = [None] * len(by_rank[own])
+        if is_single:
+            tells = [self._of_all((place,), own, group, num) for place in by_rank[own]]
+        elif self._note_said(name, by_rank, group):
+            told = self._told[group]
+            launch = told.launches.index(name)
+            for index in range(len(tells)):
+                # Constants others may have or not: they are known by where they stand.
+                numbers = [said[launch][own][index] for said in told.by_rank]
+                what = [(number,) if number >= 0 else (name, index) for number in numbers]
+                tells[index] = tuple(Term("told", (group, rank, *what[rank]), None, ()) for rank in range(num))
+        self._launches.setdefault(group, []).append((by_rank, tells))
+        return tells
+
+    def _of_all(self, place: _Place, own: int, group: str, num: int = 0) -> _Tell:
+        """Returns what every other rank sends where it would do what this one does; None of constants."""
+        sources, offsets = zip(*place, strict=True)
+        if all(self._values.key(source)[0] == "constant" for source in sources):
+            return None
+        return tuple(Term("told", (group, rank, own, offsets), None, sources) for rank in range(num or len(place)))
+
+    def _of_members(self, by_rank: _ByRank, own: int, group: str) -> list[_Tell]:
+        """Returns as what sizes are known that travel as one, by those of the first graph that sent them."""
+        launches = self._launches.get(group, [])
+
+        @functools.cache
+        def parse(number: int, starts: tuple[int, ...]) -> frozenset[tuple[_Tell, ...]]:
+            """Returns what all may be that stands behind some places, of launches from one on, in their order."""
+            if all(start == len(each) for start, each in zip(starts, by_rank, strict=True)):
+                return frozenset({()})
+            if number == len(launches):
+                return frozenset()
+            found = set(parse(number + 1, starts))
+            parts, tells = launches[number]
+            ends = tuple(start + len(part) for start, part in zip(starts, parts, strict=True))
+            places = zip(by_rank, starts, ends, parts, strict=True)
+            if all(each[start:end] == part for each, start, end, part in places):
+                found |= {(*tells, *others) for others in parse(number + 1, ends)}
+            return frozenset(found) if len(found) <= _MAX_READINGS else frozenset({_UNCLEAR})
+
+        readings = parse(0, (0,) * len(by_rank))
+        if not readings or _UNCLEAR in readings:
+            return [None] * len(by_rank[own])
+        return [tells[0] if len({*tells}) == 1 else None for tells in zip(*readings, strict=True)]
+
+    def _note_said(self, name: str, by_rank: _ByRank, group: str) -> bool:
+        """Notes what this rank told of the sizes that a launch sends; returns whether each rank told of its own."""
         told = self._told.get(group)
         if told is None or name not in told.launches:
-            return None if name else self._at.get((group, place))
-        launch = told.launches.index(name)
-        if any(len(said[launch]) != len(place) or index >= len(said[launch][own]) for said in told.by_rank):
-            return None
-        numbers = [said[launch][own][index] for said in told.by_rank]
-        # Constants others may have or not: they are known by where they stand.
-        what = [(number,) if number >= 0 else (name, index) for number in numbers]
-        tell = tuple(Term("told", (group, rank, *what[rank]), None, ()) for rank in ranks)
-        for to, number in enumerate(each[index] for each in told.by_rank[own][launch]):
-            if number >= 0 and self._said.setdefault((group, number), place[to]) != place[to]:
-                self.wrong = self.wrong or f"{name} was told to send one size where it sends two"
-        known = self._at.setdefault((group, place), tell)
-        self._at[group, place] = known if known == tell else None
-        return tell
+            return False
+        launch, own = told.launches.index(name), named_group(group).rank()
+        said, sizes = told.by_rank[own][launch], [*map(len, by_rank)]
+        if [*map(len, said)] != sizes or any(
+            len(each[launch]) != len(sizes) or len(each[launch][own]) != sizes[own] for each in told.by_rank
+        ):
+            return False
+        for numbers, places in zip(said, by_rank, strict=True):
+            for number, place in zip(numbers, places, strict=True):
+                if number >= 0 and self._said.setdefault((group, number), place) != place:
+                    self.wrong = self.wrong or f"{name} was told to send one size where it sends two"
+        return True
 
 
 def _numbers(pieces: Sequence[Piece]) -> Iterator[tuple[int, tuple[int, int]]]:

@@ -20,7 +20,7 @@ from graphpasses.passes import BucketAllToAll, DeduplicateSizes, FuseSizeTensors
 from graphpasses.passes.runner import GraphPass, Pipeline
 from graphpasses.proof.core.values import Values
 from graphpasses.proof.sizes import Sizes, unpacked
-from tests.helpers.all_to_alls import capture
+from tests.helpers.all_to_alls import capture, exchange
 from tests.passes.embedding.test_deduplicate_sizes import READ, inputs, other_on_rank_1, send
 from tests.proof.materialized import materialized
 
@@ -28,6 +28,15 @@ from tests.proof.materialized import materialized
 def two_modules(x: Tensor, y: Tensor) -> list[Tensor]:
     """Sends the sizes of two batches, then that of the first again."""
     return [x.new_zeros(size) for size in (*send(x.shape[0], y.shape[0]), *send(x.shape[0]))]
+
+
+def unevenly(x: Tensor, y: Tensor) -> list[Tensor]:
+    """Sends rank 1 one size more than rank 0, then sizes of the same batches to both."""
+    x_size, y_size = (torch.ops.aten.scalar_tensor.default(each.shape[0], dtype=torch.int64) for each in (x, y))
+    splits, own = [1, 2], 1 + dist.get_rank()
+    received = exchange(torch.stack([y_size, y_size, x_size]), [own] * 2, splits)
+    sizes = [received[index].item() for index in range(2 * own)]
+    return [x.new_zeros(size) for size in (*sizes, *send(x.shape[0]))]
 
 
 PASSES = (DeduplicateSizes(), BucketAllToAll(), FuseSizeTensors())
@@ -63,9 +72,9 @@ def is_read_as(step: Any, of: int, instead: int, *passes: GraphPass) -> bool:
     return bool(gp.prove(before, after))
 
 
-def is_sent_as(of: int, instead: int) -> bool:
+def is_sent_as(of: int, instead: int, step: Any = two_modules) -> bool:
     """Whether it is proved that one size may be sent in another's place."""
-    before = capture(two_modules, *inputs())
+    before = capture(step, *inputs())
     after = Pipeline(PASSES).run(before)
     sends_another(after, of, instead)
     return bool(gp.prove(before, after))
@@ -79,6 +88,7 @@ def asked() -> list[list[bool]]:
         [
             is_proved(two_modules, *PASSES),
             is_proved(other_on_rank_1, ask),
+            is_proved(unevenly, *PASSES),
             is_read_as(two_modules, 4, 0, ask),
             is_read_as(two_modules, 5, 2, ask),
             is_read_as(other_on_rank_1, 2, 0, ask) or not is_first,
@@ -91,26 +101,32 @@ def asked() -> list[list[bool]]:
             is_proved(two_modules, *PASSES[1:]),  # nobody was asked
             is_sent_as(0, 1),
             is_sent_as(4, 3),
+            is_sent_as(0, 1, unevenly),  # to rank 0: y, x; to rank 1: y, x, x
+            is_sent_as(3, 2, unevenly),
         ],
     ]
 
 
-def test_what_is_told_stands_where_an_all_to_all_puts_it() -> None:
+@pytest.mark.parametrize("counts", [(2, 2, 2), (1, 2, 3)], ids=["evenly", "unevenly"])
+def test_what_is_told_stands_where_an_all_to_all_puts_it(counts: tuple[int, ...]) -> None:
     """Rank 1 of 3, where all ranks send alike: the sizes that they have for it."""
-    num, own, sizes = 3, 1, torch.randint(100, (3, 6))  # of each rank, two for each rank
+    num, own, sizes = 3, 1, torch.randint(100, (3, 6))  # of each rank, ``counts`` for each rank
     values = Values()
     sent = values.tensor(torch.int64, (6,), values.source(("input",), 6))
     with fake_process_group(num, own):
         group = dist.group.WORLD.group_name
-        found = Sizes(values).brought("", sent, [2] * num, [2] * num, group)
+        found = Sizes(values).brought("launch", sent, [2] * num, counts, group)
         assert Sizes(values).brought("", sent, [2, 2, 1], [2] * num, group) is None
         assert Sizes(values).brought("", sent, [1] * num, [1] * num, group) is None
     assert found is not None
-    expected = torch.cat([of_rank.split(2)[own] for of_rank in sizes])
+    expected = torch.cat([of_rank.split(counts)[own] for of_rank in sizes])
     for piece in found.pieces or ():
         key = values.key(piece.source)
         is_own = key == ("input",)
-        rank, place = (own, piece.offset) if is_own else (key.parameters[1], key.parameters[3][key.parameters[2]])
+        rank, place = own, piece.offset
+        if not is_own:
+            _, rank, _, offsets = key.parameters
+            place = offsets[own if len(offsets) == num else 0]
         for index in range(piece.dims[0][0] if piece.dims else 1):
             assert int(expected[piece.start + index]) == int(sizes[rank, place + index])
             assert is_own == (piece.start + index in (2, 3))

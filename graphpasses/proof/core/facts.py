@@ -76,10 +76,11 @@ class Facts:
         """Returns how a node's tensor, or each of several, lies, as far as an operator may tell; None for others."""
         value = self.values[node]
         tensors = zip(leaves(value), self.places[node], strict=True)
-        found = [self._layout(fake, place, target) for (fake, _), place in tensors]
+        found = [self.layout_of(fake, place, target) for (fake, _), place in tensors]
         return found if isinstance(value, (list, tuple)) else found[0]
 
-    def _layout(self, fake: Any, place: Place | None, target: Any) -> Layout | None:
+    def layout_of(self, fake: Any, place: Place | None, target: Any) -> Layout | None:
+        """Returns how a tensor that lies in a place lies, as far as an operator may tell."""
         if place is None:
             return None
         of, view = place
