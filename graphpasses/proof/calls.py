@@ -24,14 +24,13 @@ from graphpasses.analysis.effects import names_written, nodes_in
 from graphpasses.fbgemm.names import BOUNDS_CHECK, TRACED_LOOKUP
 from graphpasses.graph import argument
 from graphpasses.proof import movement
-from graphpasses.proof.core.axioms import RULES
 from graphpasses.proof.core.facts import Facts, Leaf, leaves
 from graphpasses.proof.core.memory import Memory
-from graphpasses.proof.core.operators import out_of_place
-from graphpasses.proof.core.values import Argument, Result, Value, Values
+from graphpasses.proof.core.operators import RULES, out_of_place
+from graphpasses.proof.core.values import Argument, Result, Value
 from graphpasses.proof.core.views import View
 from graphpasses.proof.rows import AXIOM as ROWS
-from graphpasses.proof.rows import ROW_BY_ROW, Made, by_row
+from graphpasses.proof.rows import ROW_BY_ROW, Made, RowValues, by_row, row_shape
 from graphpasses.proof.spelling import Call, evaluated, plain_call
 
 aten = torch.ops.aten
@@ -40,7 +39,9 @@ aten = torch.ops.aten
 class Calls(Memory):
     """Evaluates calls of operators that do not communicate."""
 
-    def __init__(self, values: Values, facts: Facts) -> None:
+    _table: RowValues
+
+    def __init__(self, values: RowValues, facts: Facts) -> None:
         super().__init__(values, facts)
         self._axioms: set[str] = set()  # the names of those that were used
         self._random = values.source(("random state",))
@@ -51,6 +52,16 @@ class Calls(Memory):
 
     def _roots(self, node: fx.Node) -> set[Leaf]:
         return {place.root for place in self._facts.places[node] if place is not None}
+
+    def opaque(self, node: fx.Node, fake: Any, key: Hashable, part: int | None = None) -> Result:
+        """Returns a value into which no rule looks, known by one of its rows where only their number varies."""
+        view = None if node in self._facts.guessed else View.of(fake)
+        shape = None if view is None else row_shape(view)
+        if view is None or shape is None:
+            return super().opaque(node, fake, key, part)
+        value = self._table.of_rows(("result", key, part, fake.dtype), fake.dtype, view.shape[0], shape)
+        self._made.setdefault(value.source, node)  # type: ignore[arg-type]
+        return value
 
     def _call(self, target: Any, args: Any, kwargs: Any) -> tuple[Hashable, ...]:
         """Returns what an operator's results depend on: its arguments' values, and how they lie in memory."""
@@ -159,7 +170,7 @@ class Calls(Memory):
         """Whether a view's arguments say of all its sizes but the first what its fake value says."""
         (place,) = self._facts.places[node][:1] or [None]
         sizes: Any = node.args[1] if node.target == aten.view.default and len(node.args) > 1 else None
-        return place is not None and sizes is not None and tuple(sizes[1:]) == place.view.row_shape
+        return place is not None and sizes is not None and tuple(sizes[1:]) == row_shape(place.view)
 
     def _row_count(self, size: Hashable) -> Hashable:
         """Returns the name of a number of rows, one for those that are equal."""

@@ -16,8 +16,9 @@ import sympy  # type: ignore[import-untyped]
 import torch
 
 from graphpasses.proof import movement  # noqa: F401  registers its rules
-from graphpasses.proof.core.axioms import AXIOMS, RULES
-from graphpasses.proof.core.values import Value, Values
+from graphpasses.proof.core.operators import AXIOMS, RULES
+from graphpasses.proof.core.values import Value
+from graphpasses.proof.rows import RowValues
 
 AXIOM = "columns side by side"
 AXIOMS[AXIOM] = (
@@ -54,7 +55,7 @@ class Exchange:
         """Whether this rank sends nothing, as it has no such tables."""
         return not any(part.num_columns for part in self.sent)
 
-    def value(self, values: Values, parts: Sequence[Part]) -> Value:
+    def value(self, values: RowValues, parts: Sequence[Part]) -> Value:
         """Returns the tensor in which received parts lie below each other, all of the same columns."""
         row = parts[0].row
         block = values.moved(row.dtype, (row.numel,) if self.unit == 1 else (1, row.numel), row.pieces or ())
@@ -65,7 +66,7 @@ class Exchange:
 class Columns:
     """The all-to-alls of columns of two graphs that share ``values``, the first of which is evaluated first."""
 
-    def __init__(self, values: Values) -> None:
+    def __init__(self, values: RowValues) -> None:
         self._values = values
         self.is_first = True  # whether the first graph is evaluated
         self.distrusted: set[Any] = set()  # symbols that stand for several sizes

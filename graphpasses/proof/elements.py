@@ -12,7 +12,7 @@ import torch
 from graphpasses._torch.fake_mode import outside_tracing
 from graphpasses.graph.nodes import freeze
 from graphpasses.ops.size_tensor import SIZE_TENSOR
-from graphpasses.proof.core.axioms import AXIOMS, Rule, axiom
+from graphpasses.proof.core.operators import AXIOMS, Rule, axiom
 from graphpasses.proof.core.values import Piece, Result, Value, Values, whole
 from graphpasses.proof.pieces import joined
 from graphpasses.proof.terms import Term, term_of

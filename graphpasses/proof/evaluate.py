@@ -35,13 +35,14 @@ from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
 from graphpasses.proof import movement
 from graphpasses.proof.calls import Calls, is_function
 from graphpasses.proof.columns import AXIOM as COLUMNS
-from graphpasses.proof.core.axioms import AXIOMS, RULES
 from graphpasses.proof.core.facts import Facts, Leaf, Place
-from graphpasses.proof.core.values import Result, Value, Values
+from graphpasses.proof.core.operators import AXIOMS, RULES
+from graphpasses.proof.core.values import Result, Value
 from graphpasses.proof.core.views import known_size
 from graphpasses.proof.evaluated import Collective, Evaluated
 from graphpasses.proof.exchanges import AXIOM as EXCHANGED
 from graphpasses.proof.exchanges import Exchanges
+from graphpasses.proof.rows import RowValues
 from graphpasses.proof.sizes import AXIOM as EXCHANGED_SIZES
 from graphpasses.proof.sizes import READ, Sizes, unpacked
 from graphpasses.proof.spelling import evaluated
@@ -73,7 +74,7 @@ class Evaluation(Calls):
     def __init__(
         self,
         graph: TrainGraph,
-        values: Values,
+        values: RowValues,
         facts: Facts,
         given: Mapping[str, Result] | None = None,
         constants: Mapping[str, Hashable] | None = None,

@@ -13,8 +13,8 @@ from torch import fx
 
 from graphpasses.graph.size_arithmetic import size_expression
 from graphpasses.ops.pack_all_to_all import packed_dtype
-from graphpasses.proof.core.axioms import AXIOMS
 from graphpasses.proof.core.facts import Facts
+from graphpasses.proof.core.operators import AXIOMS
 from graphpasses.proof.core.values import Argument
 
 AXIOM = "packed all-to-alls"

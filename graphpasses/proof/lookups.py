@@ -19,7 +19,7 @@ from graphpasses.graph import DynamoGraph, argument
 from graphpasses.graph.nodes import freeze
 from graphpasses.graph.size_arithmetic import size_expression
 from graphpasses.ops.join_lookups import JOIN_BAGS, SPLIT_FEATURES
-from graphpasses.proof.core.axioms import AXIOMS
+from graphpasses.proof.core.operators import AXIOMS
 from graphpasses.proof.spelling import evaluated
 
 AXIOM = "fused lookups"

@@ -15,7 +15,7 @@ import torch
 from graphpasses._torch.fake_mode import outside_tracing
 from graphpasses.graph import WAIT
 from graphpasses.ops.join_lookups import JOIN_FEATURES, SPLIT_FEATURES
-from graphpasses.proof.core.axioms import AXIOMS, Rule, axiom
+from graphpasses.proof.core.operators import AXIOMS, Rule, axiom
 from graphpasses.proof.core.values import Piece, Result, Value, Values
 from graphpasses.proof.elements import constant, filled, repeated
 from graphpasses.proof.pieces import Geometry, concatenated, joined, viewed

@@ -17,9 +17,9 @@ from graphpasses.fsdp.layout import Layout
 from graphpasses.graph import ALL_TO_ALL, DynamoGraph, TrainGraph, is_collective
 from graphpasses.graph.certificate import Certificate
 from graphpasses.proof import eager_gradients
-from graphpasses.proof.core import axioms
+from graphpasses.proof.core import operators
 from graphpasses.proof.core.facts import Facts
-from graphpasses.proof.core.values import Value, Values
+from graphpasses.proof.core.values import Value
 from graphpasses.proof.core.views import View
 from graphpasses.proof.counterexample import Runs, Trial
 from graphpasses.proof.difference import Difference, are_drawn_alike, find_difference, place_of
@@ -27,6 +27,7 @@ from graphpasses.proof.eager_gradients import EagerGradients, layout_of
 from graphpasses.proof.evaluate import Evaluation
 from graphpasses.proof.evaluated import Evaluated
 from graphpasses.proof.launches import launches_of
+from graphpasses.proof.rows import RowValues
 from graphpasses.proof.sizes import TELLS_SIZES, Sizes
 from graphpasses.proof.torch_calls import TorchCalls, other_input
 from graphpasses.text import some
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from graphpasses.simulate import Topology
 
 AXIOMS = {
-    **axioms.AXIOMS,
+    **operators.AXIOMS,
     "operators": (
         "an operator's result depends on its arguments' values, shapes, dtypes, devices and strides, on how far each "
         "begins behind a multiple of 64 bytes unless it computes element by element, and on no more; one that draws "
@@ -113,7 +114,7 @@ def prove_as(
         reason = next((f"{target} returns lists, into which no rule looks" for target in nested), "")
     if reason:
         return Certificate((), (("the graph", reason),), {}, (), time.perf_counter() - start)
-    values = Values()
+    values = RowValues()
     sizes = Sizes(values, {group: told for (name, group), told in after.told.items() if name == TELLS_SIZES})
     updated: set[str] = set()
     facts = Facts(before.graph)
@@ -180,7 +181,7 @@ class _Proof:
     subject: str
     before: TrainGraph
     after: TrainGraph
-    values: Values
+    values: RowValues
     one: Evaluated  # what the graph ``before`` does
     two: Evaluated  # what the graph ``after`` does
     layout: Layout | None

@@ -14,7 +14,7 @@ import torch
 
 from graphpasses._torch import pytree
 from graphpasses.proof import elements  # noqa: F401  registers its rules
-from graphpasses.proof.core.axioms import AXIOMS, RULES
+from graphpasses.proof.core.operators import AXIOMS, RULES
 from graphpasses.proof.core.values import Result, Value, Values
 from graphpasses.proof.core.views import View
 from graphpasses.proof.movement import seen
@@ -26,6 +26,33 @@ AXIOMS[AXIOM] = (
 )
 
 
+class RowValues(Values):
+    """Numbers for values, of which some are tensors that are known by one of their rows."""
+
+    def of_rows(self, key: Hashable, dtype: torch.dtype, num_rows: Hashable, shape: tuple[int, ...]) -> Value:
+        """Returns a tensor of so many rows of a shape, which depends on ``key`` alone."""
+        source = self.source(key)
+        row = self.tensor(dtype, (1, *shape), self.source(("row", source), math.prod(shape)))
+        of = num_rows, row.number
+        value = self._value(("other", source), dtype, None, None, source, of)
+        self._values.setdefault(("rows", value.rows), value)
+        return value
+
+    def in_rows(self, num_rows: Hashable, row: Value, key: Hashable) -> Value:
+        """Returns a tensor whose rows each have of the sources' what ``row`` has of one; ``key`` is as of another."""
+        of, source = (num_rows, row.number), self.source(key)
+        value = self._value(("rows", of), row.dtype, None, None, source, of)
+        self._values.setdefault(("other", source), value)
+        return value
+
+
+def row_shape(view: View) -> tuple[int, ...] | None:
+    """Returns the shape of a row of a tensor whose number of rows is all of its shape that depends on data."""
+    rows, *shape = view.shape or (0,)
+    is_all = type(rows) is not int and all(type(each) is int for each in shape)
+    return tuple(shape) if is_all and not view.is_conj and not view.is_neg else None
+
+
 class Made(NamedTuple):
     """What rules are told of a result, or of one row of it."""
 
@@ -35,7 +62,7 @@ class Made(NamedTuple):
 
 
 def by_row(
-    values: Values,
+    values: RowValues,
     target: Any,
     key: Hashable,
     results: Any,
@@ -55,7 +82,7 @@ def by_row(
     numbers: set[Hashable] = {each.rows and named(each.rows[0]) for each in tensors}
     heights = {values[each.rows[1]].shape[0] for each in tensors if each.rows is not None}  # type: ignore[index]
     views = [View.of(fake) for fake in fakes]
-    if any(view is None or view.row_shape is None for view in views):
+    if any(view is None or row_shape(view) is None for view in views):
         return None
     name = RULES[target][0]
     keeps_size = name in _KEEPS_SIZE
@@ -72,7 +99,7 @@ def by_row(
     rows: list[Made] = []
     for view, fake in zip(views, fakes, strict=True):
         assert view is not None
-        shape = view.row_shape or ()
+        shape = row_shape(view) or ()
         if name == "views":  # as many elements, in one order
             numel = math.prod(shape)
             height = args[0].numel // numel if numel and isinstance(args[0], Value) else 1

@@ -16,10 +16,11 @@ from graphpasses._torch.group_ranks import named_group
 from graphpasses.agreement import Told, is_alone
 from graphpasses.graph.size_arithmetic import size_expression
 from graphpasses.proof.columns import Columns, text
-from graphpasses.proof.core.axioms import AXIOMS, RULES
+from graphpasses.proof.core.operators import AXIOMS, RULES
 from graphpasses.proof.core.values import Piece, Value, Values
 from graphpasses.proof.core.views import known_size
 from graphpasses.proof.pieces import concatenated, joined
+from graphpasses.proof.rows import RowValues
 from graphpasses.proof.terms import Term
 
 AXIOM = "exchanged sizes"
@@ -47,7 +48,7 @@ class Sizes:
     ``told`` is what ranks said of the sizes that they send in the first, by their process group.
     """
 
-    def __init__(self, values: Values, told: Mapping[str, Told] | None = None) -> None:
+    def __init__(self, values: RowValues, told: Mapping[str, Told] | None = None) -> None:
         self._values = values
         self._told = told or {}
         self._known: dict[Hashable, int] = {}  # the numbers of sizes, by what fake tensors call them

@@ -20,10 +20,11 @@ from graphpasses.analysis.dependencies import grad_modes
 from graphpasses.analysis.effects import has_gradient, reached_outputs, torch_call_effects
 from graphpasses.graph import WAIT, DynamoGraph, argument, is_collective
 from graphpasses.proof.core.facts import Facts
-from graphpasses.proof.core.values import Result, Value, Values
+from graphpasses.proof.core.values import Result, Value
 from graphpasses.proof.evaluate import Evaluation
 from graphpasses.proof.lookups import AXIOM as FUSED
 from graphpasses.proof.lookups import Lookups
+from graphpasses.proof.rows import RowValues
 
 aten = torch.ops.aten
 
@@ -38,7 +39,7 @@ def other_input(before: DynamoGraph, after: DynamoGraph) -> str:
 class TorchCalls(Evaluation):
     """Evaluates a graph that Dynamo traced; its ``uses`` say in which order gradients are added."""
 
-    def __init__(self, graph: DynamoGraph, values: Values, facts: Facts, **given: Any) -> None:
+    def __init__(self, graph: DynamoGraph, values: RowValues, facts: Facts, **given: Any) -> None:
         super().__init__(graph, values, facts, **given)
         self._modes = grad_modes(graph.graph)
         self._reached = reached_outputs(graph.graph)

@@ -15,7 +15,7 @@ from graphpasses.ops.join_lookups import JOIN_FEATURES, SPLIT_FEATURES
 from graphpasses.ops.pack_all_to_all import pack_all_to_all, unpack_all_to_all
 from graphpasses.ops.size_tensor import SIZE_TENSOR
 from graphpasses.proof import elements
-from graphpasses.proof.core.axioms import AXIOMS, RULES
+from graphpasses.proof.core.operators import AXIOMS, RULES
 from graphpasses.proof.core.values import Value, Values
 from graphpasses.proof.movement import gathered
 from tests.proof.materialized import materialized

@@ -14,9 +14,9 @@ from graphpasses._torch import pytree
 from graphpasses.capture import capture_train_step
 from graphpasses.graph import WAIT
 from graphpasses.ops.join_lookups import JOIN_FEATURES, SPLIT_FEATURES
-from graphpasses.proof.core.values import Value, Values
+from graphpasses.proof.core.values import Value
 from graphpasses.proof.movement import IDENTITIES
-from graphpasses.proof.rows import ROW_BY_ROW, by_row
+from graphpasses.proof.rows import ROW_BY_ROW, RowValues, by_row
 from tests.proof.code import Code, Model, X, answer
 from tests.proof.materialized import materialized
 
@@ -78,9 +78,9 @@ OTHERS: list[tuple[Any, ...]] = [
 ]
 
 
-def said(target: Any, args: Any) -> tuple[Values, Any]:
+def said(target: Any, args: Any) -> tuple[RowValues, Any]:
     """Returns what is said of an operator, on tensors of which no one knows how many rows they have."""
-    mode, values = FakeTensorMode(shape_env=ShapeEnv()), Values()
+    mode, values = FakeTensorMode(shape_env=ShapeEnv()), RowValues()
     rows = mode.from_tensor(
         torch.ones(5, 1),
         symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC]),
@@ -90,7 +90,7 @@ def said(target: Any, args: Any) -> tuple[Values, Any]:
         fakes |= {"a vector": torch.empty(6), NUM_ROWS: rows.shape[0]}
         result = target(*_given(args, fakes))
     size = str(rows.shape[0])
-    known = {name: values.other(("input", name), torch.float32, (size, shape)) for name, shape in SHAPES.items()}
+    known = {name: values.of_rows(("input", name), torch.float32, size, shape) for name, shape in SHAPES.items()}
     known[NUM_ROWS] = values.other((NUM_ROWS,))
     known["a vector"] = values.tensor(torch.float32, (6,), values.source(("input", "a vector"), 6))
     if target not in ROW_BY_ROW:
@@ -117,7 +117,7 @@ def test_each_row_is_what_the_operator_makes(case: Any) -> None:
                 assert torch.equal(expected, result[index * len(expected) :][: len(expected)])
 
 
-def row_of(values: Values, value: Any) -> Value:
+def row_of(values: RowValues, value: Any) -> Value:
     assert isinstance(value, Value)
     assert value.rows is not None
     return values[value.rows[1]]
@@ -130,9 +130,9 @@ def test_what_does_not_treat_rows_alike(case: Any) -> None:
 
 
 def test_what_is_split_and_joined_is_the_same_value() -> None:
-    values = Values()
-    x = values.other(("input", A), torch.float32, ("s0", (6,)))
-    other = values.other(("input", A), torch.float32, ("s1", (6,)))
+    values = RowValues()
+    x = values.of_rows(("input", A), torch.float32, "s0", (6,))
+    other = values.of_rows(("input", A), torch.float32, "s1", (6,))
     assert x.rows is not None
     assert values.in_rows("s0", values[x.rows[1]], "a view") is x
     assert values.in_rows("s1", values[x.rows[1]], "another") is not x

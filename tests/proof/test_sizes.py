@@ -18,7 +18,7 @@ from graphpasses.ops.size_tensor import SIZE_TENSOR
 from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import BucketAllToAll, DeduplicateSizes, FuseSizeTensors
 from graphpasses.passes.runner import GraphPass, Pipeline
-from graphpasses.proof.core.values import Values
+from graphpasses.proof.rows import RowValues
 from graphpasses.proof.sizes import Sizes, unpacked
 from tests.helpers.all_to_alls import capture, exchange
 from tests.passes.embedding.test_deduplicate_sizes import READ, inputs, other_on_rank_1, send
@@ -111,7 +111,7 @@ def asked() -> list[list[bool]]:
 def test_what_is_told_stands_where_an_all_to_all_puts_it(counts: tuple[int, ...]) -> None:
     """Rank 1 of 3, where all ranks send alike: the sizes that they have for it."""
     num, own, sizes = 3, 1, torch.randint(100, (3, 6))  # of each rank, ``counts`` for each rank
-    values = Values()
+    values = RowValues()
     sent = values.tensor(torch.int64, (6,), values.source(("input",), 6))
     with fake_process_group(num, own):
         group = dist.group.WORLD.group_name
@@ -133,7 +133,7 @@ def test_what_is_told_stands_where_an_all_to_all_puts_it(counts: tuple[int, ...]
 
 
 def test_what_is_unpacked() -> None:
-    values, x = Values(), torch.arange(12)
+    values, x = RowValues(), torch.arange(12)
     packed = values.tensor(torch.int64, (12,), values.source(("input", "x"), 12))
     splits = [1, 3, 2, 6]  # of two tensors, from each of two ranks
     found = unpacked(values, packed, (splits, [], [0, 0], [torch.int64] * 2))

@@ -13,7 +13,7 @@ of model, optimizer and random numbers, and on every rank, if
    schema, it is read what a write changes (:mod:`~graphpasses.proof.core.facts`,
    :mod:`~graphpasses.proof.core.memory`). What an operator writes its schema says;
 4. each rule that is registered is true of all numbers that its axiom names
-   (:mod:`~graphpasses.proof.core.axioms`). One assumption is common to them: of a NaN only that it is one is
+   (:mod:`~graphpasses.proof.core.operators`). One assumption is common to them: of a NaN only that it is one is
    compared, not its sign and payload, and no operator looks at these; denormals are not flushed;
 5. all ranks launch the same collectives, in one order; certificates are compared for it.
 

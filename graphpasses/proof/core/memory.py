@@ -186,9 +186,7 @@ class Memory:
         view = View.of(fake)
         if view is None or not view.is_known:
             dtype = fake.dtype if isinstance(fake, torch.Tensor) else None
-            is_sure = view is not None and view.row_shape is not None and node not in self._facts.guessed
-            rows = (view.shape[0], view.row_shape) if view is not None and is_sure else ()
-            value = self._table.other(("result", key, part, dtype), dtype, rows)
+            value = self._table.other(("result", key, part, dtype), dtype)
             self._made.setdefault(value.source, node)  # type: ignore[arg-type]
             return value
         of = ("result", key, part, fake.dtype, str(fake.device), view.shape)

@@ -1,8 +1,9 @@
-"""What is known of operators: their names, and whether bits depend on where in memory operands lie."""
+"""What is known of operators: axioms, and whether bits depend on where in memory operands lie."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,9 +11,29 @@ import torch
 from graphpasses._torch.schemas import is_operator
 from graphpasses.analysis.effects import is_elementwise_on_lists
 from graphpasses.fbgemm.names import FBGEMM
-from graphpasses.proof.core.axioms import RULES
+from graphpasses.proof.core.values import Result
 
 aten = torch.ops.aten
+Rule = Callable[..., Result]
+
+AXIOMS: dict[str, str] = {}
+"""What a proof takes for granted, by name; each is tested on random data."""
+
+RULES: dict[Any, tuple[str, Rule]] = {}
+"""The axiom of each operator that has one, and what it does to values; called with Values, the result's fake value
+or values, and the operator's arguments."""
+
+
+def axiom(name: str, statement: str, *targets: Any) -> Callable[[Rule], Rule]:
+    """Registers what a rule says of operators; the rule returns None where it cannot tell."""
+    AXIOMS[name] = statement
+
+    def register(rule: Rule) -> Rule:
+        RULES.update((target, (name, rule)) for target in targets)
+        return rule
+
+    return register
+
 
 COMMUTATIVE = frozenset({aten.add.Tensor, aten.mul.Tensor})
 """What makes the same of two tensors of one dtype in any order."""

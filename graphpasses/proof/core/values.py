@@ -113,26 +113,10 @@ class Values:
         """Returns a tensor whose elements are those of sources."""
         return self._value((dtype, shape, pieces), dtype, shape, pieces)
 
-    def other(self, key: Hashable, dtype: torch.dtype | None = None, rows: tuple[Any, ...] = ()) -> Value:
-        """Returns a value that is no tensor, or whose shape depends on data; it depends on ``key`` alone.
-
-        Where only its number of ``rows`` does, these are that number and the shape of one.
-        """
-        source, of = self.source(key), None
-        if rows and dtype is not None:
-            row = self.source(("row", source), math.prod(rows[1]))
-            of = rows[0], self.tensor(dtype, (1, *rows[1]), row).number
-        value = self._value(("other", source), dtype, None, None, source, of)
-        if value.rows is not None:
-            self._values.setdefault(("rows", value.rows), value)
-        return value
-
-    def in_rows(self, num_rows: Hashable, row: Value, key: Hashable) -> Value:
-        """Returns a tensor whose rows each have of the sources' what ``row`` has of one; ``key`` is as of another."""
-        of, source = (num_rows, row.number), self.source(key)
-        value = self._value(("rows", of), row.dtype, None, None, source, of)
-        self._values.setdefault(("other", source), value)
-        return value
+    def other(self, key: Hashable, dtype: torch.dtype | None = None) -> Value:
+        """Returns a value that is no tensor, or whose shape depends on data; it depends on ``key`` alone."""
+        source = self.source(key)
+        return self._value(("other", source), dtype, None, None, source)
 
     def _value(self, key: Hashable, *parts: Any) -> Value:
         value = self._values.get(key)

@@ -47,13 +47,6 @@ class View(NamedTuple):
         """Whether nothing depends on data."""
         return all(type(each) is int for each in (*self.shape, *self.strides, self.offset))
 
-    @property
-    def row_shape(self) -> tuple[int, ...] | None:
-        """The shape of a row of a tensor whose number of rows is all of its shape that depends on data; else None."""
-        rows, *shape = self.shape or (0,)
-        is_all = type(rows) is not int and all(type(each) is int for each in shape)
-        return tuple(shape) if is_all and not self.is_conj and not self.is_neg else None
-
     def extent(self) -> tuple[int, int]:
         """Returns between which bytes of its memory the tensor lies; all where that depends on data."""
         if not self.is_known:
