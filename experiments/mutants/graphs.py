@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -223,6 +224,52 @@ def _exchanged(mesh: DeviceMesh) -> Iterator[Pair]:
     yield Pair("", captured, recommender_pipeline().at(Stage.JOINT).run(captured))
 
 
+def _pooled(mesh: DeviceMesh) -> Iterator[Pair]:
+    """Pooled embeddings of two modules, and their gradients, of batches whose sizes two ranks tell each other.
+
+    The batches have one size when it runs: the rewritten graph is this rank's, and all ranks run it.
+    """
+    import torchrec.distributed.comm_ops  # noqa: F401  defines the operators
+
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torchrec")
+
+    group = group_names(mesh)[-1]
+    ops, widths = torch.ops.torchrec, (2, 3)
+
+    def exchange(x: Tensor, come: Sequence[Any], go: Sequence[Any]) -> Tensor:
+        received: Tensor = WAIT(ALL_TO_ALL(x, come, go, group))
+        return received
+
+    def look_up(x: Tensor, scale: Tensor) -> list[Tensor]:
+        own, columns, rows_of = x.shape[0], [], []
+        for width in widths:
+            size = aten.scalar_tensor.default(own, dtype=torch.int64)
+            told = exchange(torch.stack([size, size]), [1, 1], [1, 1])
+            rows = [told[rank].item() for rank in range(2)]
+            pooled = exchange(torch.cat([x, x]), rows, [own, own]).unsqueeze(1) * scale[:width]
+            flat = exchange(pooled.view(-1), [own * width] * 2, [size * width for size in rows])
+            columns.append(ops._split_1d_cat_2d(flat, own, [width] * 2))
+            rows_of.append(rows)
+        gradients = []
+        for of_module, width, rows in zip(columns, widths, rows_of, strict=True):
+            sent = ops._split_1d_cat_2d_backward_impl(of_module * 3, [width] * 2)
+            flat = exchange(sent, [size * width for size in rows], [own * width] * 2)
+            gradients.append((flat / 2).view([sum(rows), width]).sum(0))
+        return [torch.cat(columns, 1), *gradients]
+
+    identity = IdentityMap.of(nn.Module())
+    captured = TrainGraph(
+        module=make_fx(look_up, tracing_mode="symbolic")(torch.ones(5), torch.ones(3)),
+        inputs=(GraphInput(InputKind.VALUE, "x"), GraphInput(InputKind.VALUE, "scale")),
+        outputs=tuple(GraphOutput(OutputKind.VALUE, name) for name in ("columns", "first", "second")),
+        identity=identity,
+        parameters={},
+        model=nn.Module(),
+        stage=Stage.JOINT,
+    )
+    yield Pair("", captured, recommender_pipeline().at(Stage.JOINT).run(captured))
+
+
 @dataclass(frozen=True)
 class Keep(GraphPass):
     """Keeps the graph of each stage."""
@@ -284,6 +331,7 @@ SOURCES = (
     ),
     Source("torch.compile, SimpleFSDP", FSDP, _compiled(LanguageModel, tokens, BF16)),
     Source("embedding exchange", {"ranks": 2}, _exchanged),
+    Source("pooled embeddings, sizes that vary", {"ranks": 2}, _pooled),
     Source("torch.compile, embedding bags", ALONE, _looked_up),
     Source("torch.compile, BatchNorm", ALONE, _compiled_alone(Images, images, recommender_pipeline())),
 )

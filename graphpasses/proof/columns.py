@@ -6,7 +6,6 @@ other way round: of each rank its own rows, or of each rank its own columns.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,9 @@ import torch
 
 from graphpasses.proof import movement  # noqa: F401  registers its rules
 from graphpasses.proof.core.operators import AXIOMS, RULES
-from graphpasses.proof.core.values import Value
+from graphpasses.proof.core.values import Piece, Value
+from graphpasses.proof.core.views import known_size
+from graphpasses.proof.pieces import joined
 from graphpasses.proof.rows import RowValues
 
 AXIOM = "columns side by side"
@@ -33,11 +34,12 @@ class Part(NamedTuple):
     """What one rank sends to another: rows that have some columns."""
 
     num_rows: Any  # an expression, or a number
-    row: Value  # [1, columns]
+    row: Value  # [1, columns]; of what is sent and has a known number of rows, all of them
 
     @property
     def num_columns(self) -> int:
-        return self.row.numel
+        assert self.row.shape is not None
+        return self.row.shape[1]
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,9 @@ class Exchange:
 
     def value(self, values: RowValues, parts: Sequence[Part]) -> Value:
         """Returns the tensor in which received parts lie below each other, all of the same columns."""
-        row = parts[0].row
+        row, num_rows = parts[0].row, sympy.Add(*(part.num_rows for part in parts))
         block = values.moved(row.dtype, (row.numel,) if self.unit == 1 else (1, row.numel), row.pieces or ())
-        num_rows = text(sympy.Add(*(part.num_rows for part in parts)))
-        return values.in_rows(num_rows, block, ("received", num_rows, block.number))
+        return _of_rows(values, num_rows, block, "received")
 
 
 class Columns:
@@ -137,18 +138,18 @@ class Columns:
         if [part.num_columns for part in exchange.received] != [*num_columns]:
             return None
         row = self._side_by_side([part.row for part in exchange.received])
-        return self._values.in_rows(text(num_rows), row, ("joined", text(num_rows), row.number))
+        return _of_rows(self._values, num_rows, row, "joined")
 
     def _hear(self, received: Value, num_rows: Any, num_columns: Sequence[int]) -> None:
         """Notes what all-to-alls bring of which this rank sends nothing, if so many rows and columns cut it."""
-        silent = self._silent[received.number]
-        if received.dtype is None or received.source is None:
+        silent, of = self._silent[received.number], _source_of(received)
+        if received.dtype is None or of is None:
             return
         if [part.num_rows for part in silent.received] != [num_rows * each for each in num_columns]:
             return
         parts = []
         for rank, columns in enumerate(num_columns):
-            source = self._values.source(("part", received.source, rank), columns)
+            source = self._values.source(("part", of, rank), columns)
             parts.append(Part(num_rows, self._values.tensor(received.dtype, (1, columns), source)))
         exchange = replace(silent, received=tuple(parts))
         self._known[received.number] = self._received[received.number] = exchange
@@ -158,12 +159,12 @@ class Columns:
         self, sent: Value, brought: Value, sizes: Sequence[Sequence[Any]], own: int, kind: Hashable, unit: int
     ) -> Exchange | None:
         outputs, inputs = ([size * unit for size in each] for each in sizes)
-        is_whole = sent.number in self._by_rank
+        is_whole, of = sent.number in self._by_rank, _source_of(brought)
         if is_whole:
             parts = self._by_rank[sent.number]
             if inputs != [each.num_rows * each.num_columns for each in parts]:
                 return None
-        elif sent.rows is None or brought.source is None:
+        elif sent.rows is None or of is None:
             return None
         else:
             block = self._values[sent.rows[1]]
@@ -188,7 +189,7 @@ class Columns:
             return None
         found = []
         for rank, (rows, columns) in enumerate(shapes):
-            source = self._values.source(("part", brought.source, None if is_whole else rank), columns)
+            source = self._values.source(("part", of, None if is_whole else rank), columns)
             found.append(Part(rows, self._values.tensor(sent.dtype, (1, columns), source)))  # type: ignore[arg-type]
         return Exchange(kind, tuple(parts), tuple(found), is_whole, unit)
 
@@ -226,7 +227,7 @@ class Columns:
         found = []
         for part, *parts in zip(one.received, *(each.received for each in members), strict=True):
             row = self._side_by_side([each.row for each in parts])
-            if row.numel != part.num_columns or any(
+            if row.shape != part.row.shape or any(
                 each.num_rows != part.num_rows for each in parts if each.num_columns
             ):
                 return None
@@ -246,19 +247,35 @@ class Columns:
 
     def _side_by_side(self, rows: Sequence[Value]) -> Value:
         some = [row for row in rows if row.numel]
-        found = _CAT(self._values, _Shaped((1, sum(row.numel for row in rows))), some, 1) if some else rows[0]
+        if not some:
+            return rows[0]
+        (height,) = {row.shape[0] for row in some if row.shape is not None}
+        found = _CAT(self._values, _Shaped((height, sum(row.numel for row in some) // height)), some, 1)
         assert isinstance(found, Value)
         return found
 
 
+def _source_of(brought: Value) -> int | None:
+    """Returns the source that a tensor is, into which no rule looks."""
+    return brought.pieces[0].source if brought.pieces else brought.source
+
+
+def _of_rows(values: RowValues, num_rows: Any, row: Value, name: str) -> Value:
+    """Returns a tensor whose rows each have of the sources' what ``row`` has of one."""
+    num_rows = known_size(num_rows)
+    if type(num_rows) is not int:
+        return values.in_rows(num_rows, row, (name, num_rows, row.number))
+    assert row.shape is not None
+    pieces: list[Piece] = []
+    for piece in row.pieces or ():
+        numel = values.numel(piece.source)
+        source = values.source(("rows of", piece.source, num_rows), num_rows * numel)
+        pieces.append(piece._replace(dims=((num_rows, row.numel, numel), *piece.dims), source=source))
+    return values.moved(row.dtype, (row.shape[0] * num_rows, *row.shape[1:]), joined(pieces))
+
+
 class _Shaped(NamedTuple):
     shape: tuple[int, ...]
-
-
-@functools.lru_cache(maxsize=2**12)
-def text(size: Hashable) -> str:
-    """Returns a size as views have it."""
-    return str(size)
 
 
 def _quotient(size: Any, by: Any) -> Any:

@@ -329,6 +329,8 @@ class Evaluation(Calls):
         args, _ = self._arguments(node)
         if node.target == JOIN_BAGS:
             self._sizes.join_bags([self._facts[each] for each in args[1]], args[2], self._facts[node][1])
+        if all(user.target != ALL_TO_ALL for user in node.users):
+            return
         if node.target == PACK_POOLED_EMBEDDINGS:
             pieces, nums = iter(args[0]), args[1]
             by_rank = [[*itertools.islice(pieces, num)] for num in nums]
@@ -353,11 +355,12 @@ class Evaluation(Calls):
         return self._sizes.row_count(size)
 
     def _row_of(self, value: Result) -> Value | None:
-        """Returns a row, [1, columns], of a tensor of an unknown number of rows."""
-        if not isinstance(value, Value) or value.rows is None:
+        """Returns a row, [1, columns], of a tensor of an unknown number of rows, or all rows of another."""
+        if not isinstance(value, Value) or value.dtype is None:
             return None
-        row = self._table[value.rows[1]]
-        return row if row.shape is not None and len(row.shape) == 2 and row.shape[0] == 1 else None
+        row = value if value.rows is None else self._table[value.rows[1]]
+        is_row = row.shape is not None and len(row.shape) == 2 and (row is value or row.shape[0] == 1)
+        return row if is_row else None
 
     def _cut(self, node: fx.Node) -> Result:
         """Returns the parts that ranks sent of what came from all; None if a call does something else."""

@@ -15,7 +15,7 @@ from torch import fx
 from graphpasses._torch.group_ranks import named_group
 from graphpasses.agreement import Told, is_alone
 from graphpasses.graph.size_arithmetic import size_expression
-from graphpasses.proof.columns import Columns, text
+from graphpasses.proof.columns import Columns
 from graphpasses.proof.core.operators import AXIOMS, RULES
 from graphpasses.proof.core.values import Piece, Value, Values
 from graphpasses.proof.core.views import known_size
@@ -101,7 +101,7 @@ class Sizes:
         bags = [sympy.expand(size_expression(ends.shape[0]) - 1) for ends in offsets]
         sizes = {sympy.expand(size / number) for size, number in zip(bags, num_features, strict=True)}
         if len(sizes) == 1 and self.columns.trusts(*sizes):
-            self._row_counts[known_size(lengths.shape[1])] = text(*sizes)
+            self._row_counts[known_size(lengths.shape[1])] = known_size(*sizes)
 
     # ---- which other ranks tell -----------------------------------------------------------------------------------
 

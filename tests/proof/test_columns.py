@@ -124,8 +124,9 @@ WRONG = [
 ]
 
 
-def merged(of_modules: Widths = WIDTHS) -> tuple[TrainGraph, TrainGraph]:
+def merged(of_modules: Widths = WIDTHS, *, is_static: bool = False) -> tuple[TrainGraph, TrainGraph]:
     def of_these(own: Tensor, other: Tensor) -> list[Tensor]:
+        assert not is_static or own.shape[0] == 3  # which the graph knows from then on
         return step(own, other, of_modules)
 
     before = capture(of_these, torch.ones(3), torch.ones(2), stage=Stage.JOINT)
@@ -159,6 +160,15 @@ def test_a_module_of_which_this_rank_has_no_tables_is_proved(of_modules: Widths)
         received = nodes(after, aten.view.default)[2]
         one, two = [node for node in received.users if node.target == aten.slice.Tensor][:2]
         one.args, two.args = two.args, one.args
+        with suppress(ProofError):
+            assert gp.prove(before, after).unproved
+
+
+def test_a_batch_of_a_known_size_is_proved() -> None:
+    with fake_process_group(2):
+        before, after = merged(is_static=True)
+        assert not gp.prove(before, after).unproved
+        order_of_modules(after)
         with suppress(ProofError):
             assert gp.prove(before, after).unproved
 
