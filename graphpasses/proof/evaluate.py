@@ -224,6 +224,7 @@ class Evaluation(Calls):
         if not effects.writes and effects.group is None and node.target in RULES:
             found = self._moved(node, node.target)
             if found is not None:
+                self._note_columns(node, found)
                 return found
         if node.target in (READ_RANDOM_STATE, SET_RANDOM_STATE):
             return self._random_state(node, fake)
