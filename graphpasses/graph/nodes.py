@@ -211,8 +211,10 @@ def reach(start: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.N
     return found
 
 
-# Larger ones are known by what they are, and how often they were written: to read them takes seconds.
+# Larger ones are known by what they are, and how often they were written: to read them takes seconds. Small ones show
+# their bytes.
 _MAX_BYTES = 1 << 28
+_MAX_SHOWN = 1 << 8
 
 
 def attribute(node: fx.Node) -> Any:
@@ -233,6 +235,6 @@ def constant_bits(value: Any) -> Hashable:
     if not is_plain or is_fake(value) or value.is_meta or value.nbytes > _MAX_BYTES:
         return id(value), times_written(value)
     with outside_tracing():
-        data = value.detach().resolve_conj().resolve_neg().contiguous().cpu().view(-1).view(torch.uint8)
-        digest = hashlib.sha256(data.numpy()).hexdigest()
-    return value.dtype, value.device, tuple(value.shape), value.stride(), digest
+        data = value.detach().resolve_conj().resolve_neg().contiguous().cpu().view(-1).view(torch.uint8).numpy()
+        bits = data.tobytes() if data.nbytes <= _MAX_SHOWN else hashlib.sha256(data).hexdigest()
+    return value.dtype, value.device, tuple(value.shape), value.stride(), bits

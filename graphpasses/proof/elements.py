@@ -26,6 +26,16 @@ def constant(values: Values, dtype: torch.dtype | None, value: Any) -> int:
     return values.source(("constant", dtype, *filled(dtype, value)))
 
 
+def held_numbers(values: Values, held: Any) -> Value | None:
+    """Returns a constant tensor of a few integers, of which its bits are known, as these; None of others."""
+    if not isinstance(held, tuple) or not isinstance(held[-1], bytes) or held[0] not in _INTEGERS:
+        return None
+    dtype, _, shape, _, bits = held
+    numbers = torch.frombuffer(bytearray(bits), dtype=dtype).tolist() if bits else []
+    pieces = [Piece(index, (), constant(values, dtype, each), 0) for index, each in enumerate(numbers)]
+    return values.moved(dtype, shape, joined(pieces))
+
+
 def element(values: Values, dtype: torch.dtype, number: Any) -> int | None:
     """Returns the source of a number as an element; None of what is none, and of one computed that may be rounded."""
     if isinstance(number, Value):

@@ -39,6 +39,7 @@ from graphpasses.proof.core.facts import Facts, Leaf, Place
 from graphpasses.proof.core.operators import AXIOMS, RULES
 from graphpasses.proof.core.values import Result, Value
 from graphpasses.proof.core.views import known_size
+from graphpasses.proof.elements import held_numbers
 from graphpasses.proof.evaluated import Collective, Evaluated
 from graphpasses.proof.exchanges import AXIOM as EXCHANGED
 from graphpasses.proof.exchanges import Exchanges
@@ -199,7 +200,10 @@ class Evaluation(Calls):
             given = self._of.get(node)
             return self.opaque(node, fake, ("input", self._inputs[node])) if given is None else given
         if node.op == "get_attr":
-            return self.opaque(node, fake, ("attribute", self._constants[str(node.target)]))
+            held = self._constants[str(node.target)]
+            if (integers := held_numbers(self._table, held)) is not None:
+                self._axioms.add("constants")
+            return integers or self.opaque(node, fake, ("attribute", held))
         if node.target is operator.getitem:
             source, index = node.args
             of = self._of[source]  # type: ignore[index]
@@ -330,7 +334,7 @@ class Evaluation(Calls):
         args, _ = self._arguments(node)
         if node.target == JOIN_BAGS:
             self._sizes.join_bags([self._facts[each] for each in args[1]], args[2], self._facts[node][1])
-        if all(user.target != ALL_TO_ALL for user in node.users):
+        if all(user.target not in (ALL_TO_ALL, PACK) for user in node.users):
             return
         if node.target == PACK_POOLED_EMBEDDINGS:
             pieces, nums = iter(args[0]), args[1]

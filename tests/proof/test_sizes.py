@@ -31,10 +31,10 @@ def two_modules(x: Tensor, y: Tensor) -> list[Tensor]:
 
 
 def unevenly(x: Tensor, y: Tensor) -> list[Tensor]:
-    """Sends rank 1 one size more than rank 0, then sizes of the same batches to both."""
+    """Sends rank 1 one size more than rank 0, with a constant, then sizes of the same batches to both."""
     x_size, y_size = (torch.ops.aten.scalar_tensor.default(each.shape[0], dtype=torch.int64) for each in (x, y))
-    splits, own = [1, 2], 1 + dist.get_rank()
-    received = exchange(torch.stack([y_size, y_size, x_size]), [own] * 2, splits)
+    own, one = 2 + dist.get_rank(), torch.tensor(1)
+    received = exchange(torch.stack([y_size, one, y_size, x_size, one]), [own] * 2, [2, 3])
     sizes = [received[index].item() for index in range(2 * own)]
     return [x.new_zeros(size) for size in (*sizes, *send(x.shape[0]))]
 
@@ -101,8 +101,8 @@ def asked() -> list[list[bool]]:
             is_proved(two_modules, *PASSES[1:]),  # nobody was asked
             is_sent_as(0, 1),
             is_sent_as(4, 3),
-            is_sent_as(0, 1, unevenly),  # to rank 0: y, x; to rank 1: y, x, x
-            is_sent_as(3, 2, unevenly),
+            is_sent_as(0, 2, unevenly),  # to rank 0: y, 1, x; to rank 1: y, x, 1, x
+            is_sent_as(4, 3, unevenly),
         ],
     ]
 
