@@ -29,6 +29,7 @@ class Cluster:
         name: what the table calls it.
         shape: of the mesh; two numbers are HSDP's replicas and shards.
         captured: whether captured steps run.
+        experts: torchtitan's expert-parallel degree.
         added: how gradients are; all but ``"in a tree"`` are controls. ``"microbatches one by one"`` adds ranks in a
             tree; ``"rank-major"`` microbatches, too, of which each rank has consecutive ones; ``"dropout by rank"``
             draws random numbers as they come.
@@ -39,6 +40,7 @@ class Cluster:
     name: str
     shape: tuple[int, ...]
     captured: bool = False
+    experts: int = 1
     added: _Added = "in a tree"
     start: int = 0
     ends: int = 3
@@ -46,6 +48,11 @@ class Cluster:
     @property
     def num_ranks(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def mesh(self) -> tuple[tuple[int, ...], int]:
+        """Its shape, and the expert-parallel degree."""
+        return self.shape, self.experts
 
     def steps(self, num_steps: int) -> range:
         """Which of ``num_steps`` it runs."""
@@ -65,7 +72,7 @@ class Case:
         controls: pairs of runs that must differ.
         num_steps: of a whole run.
         num_ranks: of the only runs that are trained; None trains all.
-        shape: of the only runs that are trained; None trains all.
+        mesh: shape and expert-parallel degree of the only runs that are trained; None trains all.
     """
 
     name: str
@@ -75,14 +82,14 @@ class Case:
     controls: tuple[tuple[Cluster, Cluster], ...] = ()
     num_steps: int = 25
     num_ranks: int | None = None
-    shape: tuple[int, ...] | None = None
+    mesh: tuple[tuple[int, ...], int] | None = None
 
     @property
     def runs(self) -> tuple[Cluster, ...]:
         """What is trained, controls last."""
         runs = dict.fromkeys((*self.clusters, *(each for pair in self.controls for each in pair)))
         return tuple(
-            each for each in runs if self.num_ranks in (None, each.num_ranks) and self.shape in (None, each.shape)
+            each for each in runs if self.num_ranks in (None, each.num_ranks) and self.mesh in (None, each.mesh)
         )
 
     @property
@@ -111,9 +118,9 @@ class Case:
         """Whether torchtitan's trainers train it."""
         return isinstance(self.build, Recipe)
 
-    def on(self, num_ranks: int, shape: tuple[int, ...] | None = None) -> Case:
-        """Returns the case with the runs on so many ranks alone, and on a mesh of this shape."""
-        return replace(self, num_ranks=num_ranks, shape=shape)
+    def on(self, num_ranks: int, mesh: tuple[tuple[int, ...], int] | None = None) -> Case:
+        """Returns the case with the runs on so many ranks alone, and on this mesh."""
+        return replace(self, num_ranks=num_ranks, mesh=mesh)
 
 
 def _control(added: _Added) -> tuple[Cluster, Cluster]:

@@ -73,7 +73,12 @@ def _config(case: Case, cluster: Cluster, num_steps: int, scratch: Path) -> Any:
 
     assert isinstance(case.build, Recipe)
     replicas = cluster.shape[0] if len(cluster.shape) > 1 else 1
-    recipe = replace(case.build, num_replicas=replicas, global_batch_size=NUM_MICROBATCHES)
+    recipe = replace(
+        case.build,
+        num_replicas=replicas,
+        expert_parallel=cluster.experts,
+        global_batch_size=NUM_MICROBATCHES,
+    )
     config = trainer_config(recipe, scratch, num_steps, pass_pipeline.PIPELINE if cluster.captured else None)
     config.optimizer.implementation = "foreach"  # the fused one's bits depend on a shard's place
     # One that goes on reads what another has written.

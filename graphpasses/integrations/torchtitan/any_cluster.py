@@ -23,7 +23,9 @@ from graphpasses.integrations.torchtitan.buckets import ACCUMULATE
 from graphpasses.integrations.torchtitan.refusals import PIPELINE
 
 # Degrees that split a sample's work, so that products and sums are other ones, or that torchtitan reduces by itself.
-_DEGREES = ("tp", "pp", "cp", "ep")
+_DEGREES = ("tp", "pp", "cp")
+# What routers count, for torchtitan's balancing of experts' loads, which adds all ranks' counts.
+_COUNTS = ".tokens_per_expert_E"
 
 
 def canonical_trainer(config: Any, *, accumulate: torch.dtype | None = None) -> Any:
@@ -123,10 +125,11 @@ class _Steps:
         return canonical_clip_grad_norm_(parameters, max_norm)
 
     def _new_tree(self) -> MicrobatchTree:
+        counts = [fqn for fqn, _ in self._model.named_buffers() if fqn.endswith(_COUNTS)]
         if not self._is_graph:
-            return MicrobatchTree(self._model)
+            return MicrobatchTree(self._model, counts=counts)
         trained = (each for each in self._model.named_parameters() if each[1].requires_grad)
-        return MicrobatchTree(self._model, ((fqn, each, self._added) for fqn, each in trained))
+        return MicrobatchTree(self._model, ((fqn, each, self._added) for fqn, each in trained), counts)
 
 
 @dataclass(kw_only=True, slots=True)
