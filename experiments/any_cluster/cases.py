@@ -70,6 +70,7 @@ class Case:
         accumulate: see :func:`graphpasses.canonical_reductions`.
         clusters: all are compared with the first.
         controls: pairs of runs that must differ.
+        any_expert_degree: see ``canonical_trainer``.
         num_steps: of a whole run.
         num_ranks: of the only runs that are trained; None trains all.
         mesh: shape and expert-parallel degree of the only runs that are trained; None trains all.
@@ -80,6 +81,7 @@ class Case:
     accumulate: torch.dtype | None
     clusters: tuple[Cluster, ...]
     controls: tuple[tuple[Cluster, Cluster], ...] = ()
+    any_expert_degree: bool = False
     num_steps: int = 25
     num_ranks: int | None = None
     mesh: tuple[tuple[int, ...], int] | None = None

@@ -60,7 +60,11 @@ def _train(case: Case, cluster: Cluster, num_steps: int, folder: Path, scratch: 
         config.checkpoint.load_step = steps.start
     else:
         config.checkpoint.initial_load_path = str(_dump(case, "seed", scratch) / "checkpoint" / "step-0")
-    trainer = config.build() if cluster.added == "by FSDP2" else canonical_trainer(config, accumulate=case.accumulate)
+    if cluster.added == "by FSDP2":
+        trainer = config.build()
+    else:
+        apart = case.any_expert_degree
+        trainer = canonical_trainer(config, accumulate=case.accumulate, any_expert_degree=apart)
     trainer.should_continue_training = lambda: trainer.step < steps.stop
     with recorded(trainer, run_path(folder, case.name, cluster.name), run=cluster.name, overwrite=True):
         trainer.train()

@@ -20,6 +20,7 @@ from graphpasses.fsdp.canonical_norm import canonical_clip_grad_norm_
 from graphpasses.fsdp.canonical_update import check_canonical_update
 from graphpasses.fsdp.microbatches import MicrobatchTree
 from graphpasses.integrations.torchtitan.buckets import ACCUMULATE
+from graphpasses.integrations.torchtitan.experts import compute_microbatches_apart
 from graphpasses.integrations.torchtitan.refusals import PIPELINE
 
 # Degrees that split a sample's work, so that products and sums are other ones, or that torchtitan reduces by itself.
@@ -28,7 +29,7 @@ _DEGREES = ("tp", "pp", "cp")
 _COUNTS = ".tokens_per_expert_E"
 
 
-def canonical_trainer(config: Any, *, accumulate: torch.dtype | None = None) -> Any:
+def canonical_trainer(config: Any, *, accumulate: torch.dtype | None = None, any_expert_degree: bool = False) -> Any:
     """Builds a trainer of torchtitan whose weights do not depend on how many data-parallel ranks train them.
 
     FSDP2's reductions, or those of graph_trainer's graph, become :func:`~graphpasses.canonical_reductions`; a rank's
@@ -42,6 +43,8 @@ def canonical_trainer(config: Any, *, accumulate: torch.dtype | None = None) -> 
     Args:
         config: of ``Trainer``, or of ``GraphTrainer`` with ``compile.pass_pipeline graphpasses``.
         accumulate: dtype in which contributions are added; None: ``training.mixed_precision_reduce``.
+        any_expert_degree: whether weights do not depend on the expert-parallel degree either. An expert then computes
+            the tokens of each rank that shares it by themselves, in more and smaller products, added in bfloat16.
 
     Returns:
         The trainer: call ``train()``.
@@ -63,6 +66,8 @@ def canonical_trainer(config: Any, *, accumulate: torch.dtype | None = None) -> 
     _check_degrees(trainer)
     (model,) = trainer.model_parts
     setattr(trainer, ACCUMULATE, accumulate)
+    if any_expert_degree:
+        compute_microbatches_apart(model, config.training, accumulate)
     if isinstance(trainer, GraphTrainer):
         _check_graph_trainer(trainer)
     else:
