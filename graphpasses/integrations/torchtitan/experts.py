@@ -88,7 +88,8 @@ class _ByRank:
         """``offs`` has the ends of each expert's tokens of the first rank, then of the second."""
         ends = factors["offs"].view(len(self._num_tokens), -1)
         starts = torch.cat([ends.new_zeros(1), ends[:-1, -1]])
-        by_rank = list(zip(factors["A"].split(self._num_tokens), ends - starts[:, None], strict=True))
+        tokens = torch.split(factors["A"], list(self._num_tokens))
+        by_rank = list(zip(tokens, ends - starts[:, None], strict=True))
         return torch.cat(self._products(factors["B_t"], by_rank))
 
     def _products(self, weights: Tensor, by_rank: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
