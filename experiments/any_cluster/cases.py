@@ -125,9 +125,13 @@ class Case:
         return replace(self, num_ranks=num_ranks, mesh=mesh)
 
 
-def _control(added: _Added) -> tuple[Cluster, Cluster]:
-    small, large = (Cluster(f"{added}, {num} ranks", (num,), added=added) for num in (2, 4))
+def _control(added: _Added, experts: int = 1) -> tuple[Cluster, Cluster]:
+    small, large = (Cluster(f"{added}, {num} ranks", (num,), experts=experts, added=added) for num in (2, 4))
     return small, large
+
+
+def _sharing(experts: int, cluster: Cluster) -> Cluster:
+    return replace(cluster, name=f"{cluster.name}, experts on {experts}", experts=experts)
 
 
 _ON_ONE = Cluster("1 rank", (1,))
@@ -154,6 +158,12 @@ _TITAN = (
     *_RESUMED,
 )
 
+_TWO, _FOUR, _EIGHT = (_sharing(2, each) for each in _EAGER)
+_EXPERTS = (
+    *(replace(each, name=f"graph_trainer, {each.name}", captured=True) for each in (_TWO, _FOUR)),
+    _sharing(2, _HYBRID[0]),
+)
+
 CASES = (
     Case("GPT, added in bf16", decoder, None, _ALL, (*_CONTROLS, _control("dropout by rank"))),
     Case("Llama, added in fp32", llama, torch.float32, _ALL, _CONTROLS),
@@ -163,6 +173,27 @@ CASES = (
         None,
         _TITAN,
         _CONTROLS[:1],
+    ),
+    Case(
+        "torchtitan's deepseek_v3, at any expert-parallel degree",
+        Recipe("deepseek_v3", num_layers=2, num_experts=4, reduce_dtype="bfloat16"),
+        None,
+        (
+            _ON_ONE,
+            *_EAGER[:2],
+            *(_TWO, _FOUR, _EIGHT, _sharing(4, _EAGER[1])),
+            *_EXPERTS,
+            *(_sharing(2, _RESUMED[0]), _RESUMED[1], _sharing(2, _RESUMED[2])),
+        ),
+        (_control("by FSDP2", experts=2),),
+        any_expert_degree=True,
+    ),
+    Case(
+        "torchtitan's deepseek_v3, at expert-parallel degree 2, added in fp32",
+        Recipe("deepseek_v3", num_layers=2, num_experts=4, reduce_dtype="bfloat16"),
+        torch.float32,
+        (_TWO, _FOUR, _EIGHT, *_EXPERTS),
+        (_control("by FSDP2", experts=2), (_TWO, _ON_ONE)),
     ),
 )
 SHORT = Case(

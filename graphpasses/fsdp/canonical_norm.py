@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -15,7 +16,9 @@ from graphpasses.errors import UnsupportedError
 
 
 @torch.no_grad()
-def canonical_clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+def canonical_clip_grad_norm_(
+    parameters: Iterable[Tensor], max_norm: float, *, stages: dist.ProcessGroup | None = None
+) -> Tensor:
     """Clips gradients by their 2-norm, whose bits do not depend on how many ranks share them, in which shape.
 
     Squares are added in float32, in a binary tree, one dim after the other, the last one first; all ranks gather the
@@ -27,6 +30,8 @@ def canonical_clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> 
     Args:
         parameters: in the same order on all ranks. Gradients are whole, or not sharded on the last of several dims.
         max_norm: of the gradients afterwards.
+        stages: of a pipeline: the ranks that have the other stages' parameters, which they give. With one stage on
+            each rank, in ascending order, the norm is that of the model without a pipeline, bit for bit.
 
     Returns:
         The norm before they were clipped, on each rank.
@@ -41,16 +46,23 @@ def canonical_clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> 
         (tensor(5.), tensor(True))
     """
     gradients = [each.grad for each in parameters if each.grad is not None]
-    if not gradients:
-        return torch.tensor(0.0)
     sums = [sum_in_tree(rows) for rows in _whole_rows(gradients)]
-    norm = sum_in_tree(torch.stack(sums)).sqrt()
+    of_all = torch.stack(sums) if sums else torch.zeros(0)
+    norm = sum_in_tree(of_all if stages is None else _of_all_stages(of_all, stages)).sqrt()
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's
     for gradient in gradients:
         local = local_part(gradient)
         # In bfloat16, vectors and what is left of them may be rounded otherwise.
         local.copy_(local.float() * factor)
     return norm
+
+
+def _of_all_stages(sums: Tensor, stages: dist.ProcessGroup) -> Tensor:
+    nums = [sums.new_zeros(1, dtype=torch.long) for _ in range(stages.size())]
+    dist.all_gather(nums, torch.full_like(nums[0], len(sums)), group=stages)
+    padded = [sums.new_zeros(int(max(nums))) for _ in nums]
+    dist.all_gather(padded, torch.cat([sums, sums.new_zeros(len(padded[0]) - len(sums))]), group=stages)
+    return torch.cat([part[: int(num)] for part, num in zip(padded, nums, strict=True)])
 
 
 def sum_in_tree(values: Tensor) -> Tensor:

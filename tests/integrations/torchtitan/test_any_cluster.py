@@ -1,4 +1,4 @@
-"""torchtitan's trainers have the same weights on one rank and on several, by data parallelism alone."""
+"""torchtitan's trainers have the same weights on one rank and on several, which share experts."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ pytest.importorskip("torchtitan")
 
 ONE = Cluster("1 rank", (1,))
 CASE = Case(
-    "llama3",
-    Recipe("llama3", tied=True, num_layers=1, reduce_dtype="bfloat16"),
+    "deepseek_v3",
+    Recipe("deepseek_v3", num_layers=2, num_experts=4, reduce_dtype="bfloat16"),
     None,
-    (ONE, Cluster("graph_trainer, 2 ranks", (2,), captured=True)),
-    ((ONE, Cluster("by FSDP2, 2 ranks", (2,), added="by FSDP2")),),
+    (ONE, Cluster("graph_trainer, 2 ranks", (2,), captured=True, experts=2)),
+    ((ONE, Cluster("by FSDP2, 2 ranks", (2,), added="by FSDP2", experts=2)),),
+    any_expert_degree=True,
 )
 
 
 @pytest.mark.multiprocess
 def test_weights_are_those_of_one_rank(tmp_path: Path) -> None:
-    """torchtitan's data loader, microbatches and clipping among what would make them other ones."""
+    """torchtitan's data loader, microbatches, clipping and shared experts among what would make them other ones."""
     experiment = ParityExperiment("", (CASE,), 2, tmp_path)
     verdicts = train_and_judge(experiment, (CASE,))
     assert [(each.variant, each.status) for each in verdicts] == [
