@@ -20,10 +20,10 @@ from graphpasses.fsdp.canonical_norm import canonical_clip_grad_norm_
 from graphpasses.fsdp.canonical_update import check_canonical_update
 from graphpasses.fsdp.microbatches import MicrobatchTree
 from graphpasses.integrations.torchtitan.buckets import ACCUMULATE
-from graphpasses.integrations.torchtitan.experts import compute_microbatches_apart
+from graphpasses.integrations.torchtitan.experts import check_experts, compute_microbatches_apart
 from graphpasses.integrations.torchtitan.refusals import PIPELINE
 
-# Degrees that split a sample's work, so that products and sums are other ones, or that torchtitan reduces by itself.
+# Degrees that split a sample's work, so that products and sums are other ones, or whose trainer was not run.
 _DEGREES = ("tp", "pp", "cp")
 # What routers count, for torchtitan's balancing of experts' loads, which adds all ranks' counts.
 _COUNTS = ".tokens_per_expert_E"
@@ -50,9 +50,10 @@ def canonical_trainer(config: Any, *, accumulate: torch.dtype | None = None, any
         The trainer: call ``train()``.
 
     Raises:
-        UnsupportedError: the trainer uses tensor, pipeline, context or expert parallelism, another pass pipeline or
-            graph_trainer on one rank, or an optimizer whose bits depend on a shard's place; see also
-            :func:`~graphpasses.canonical_reductions`.
+        UnsupportedError: the trainer uses tensor, pipeline or context parallelism, another pass pipeline or
+            graph_trainer on one rank, an optimizer whose bits depend on a shard's place, or experts that get tokens
+            by kernels of their own; experts cannot have the same bits at any degree, as they round otherwise; see
+            also :func:`~graphpasses.canonical_reductions`.
 
     Example, on the command line::
 
@@ -65,8 +66,10 @@ def canonical_trainer(config: Any, *, accumulate: torch.dtype | None = None, any
     trainer = config.build()
     _check_degrees(trainer)
     (model,) = trainer.model_parts
+    check_experts(model)
     setattr(trainer, ACCUMULATE, accumulate)
     if any_expert_degree:
+        _check_overlap(config)
         compute_microbatches_apart(model, config.training, accumulate)
     if isinstance(trainer, GraphTrainer):
         _check_graph_trainer(trainer)
@@ -81,9 +84,10 @@ def canonical_trainer(config: Any, *, accumulate: torch.dtype | None = None, any
 def _check_degrees(trainer: Any) -> None:
     for degree in _DEGREES:
         if (size := getattr(trainer.parallel_dims, degree)) > 1:
+            instead = ", or run its stages by torch's schedules: see docs/any_cluster.md" * (degree == "pp")
             raise UnsupportedError(
                 f"the {degree} degree is {size}, and torchtitan's trainers have the same bits on any number of ranks "
-                "with data parallelism alone: FSDP or HSDP. Set the degree to 1"
+                f"with FSDP, HSDP and expert parallelism alone. Set the degree to 1{instead}"
             )
 
 
@@ -96,6 +100,15 @@ def _check_graph_trainer(trainer: Any) -> None:
         raise UnsupportedError(
             "graph_trainer shards over one rank, and then neither casts nor reduces gradients as on several. Train "
             "eagerly on one rank, or shard over more (--parallelism.data_parallel_shard_degree)"
+        )
+
+
+def _check_overlap(config: Any) -> None:
+    overlap = getattr(config.compile, "ep_overlap", None)
+    if overlap is not None and overlap.enabled:
+        raise UnsupportedError(
+            "--compile.ep_overlap.enabled lets experts compute a microbatch in halves, which they do not on ranks "
+            "that have all experts. Leave it out, or train with one expert-parallel degree, without any_expert_degree"
         )
 
 

@@ -9,9 +9,22 @@ import torch
 from torch import Tensor, nn
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
-from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 
 from graphpasses.errors import UnsupportedError
+
+_ELSE = "train with one expert-parallel degree, without any_expert_degree"
+
+
+def check_experts(model: nn.Module) -> None:
+    """Raises where experts get their tokens by kernels that may add in an order of their own."""
+    for name, each in _routed(model):
+        dispatcher = type(each.token_dispatcher)
+        if dispatcher not in (LocalTokenDispatcher, AllToAllTokenDispatcher):
+            raise UnsupportedError(
+                f"{name!r} sends tokens to experts by {dispatcher.__name__}, whose bits were not compared on several "
+                "numbers of ranks. Take moe_comm_backend 'standard', which is AllToAllTokenDispatcher"
+            )
 
 
 def compute_microbatches_apart(model: nn.Module, training: Any, accumulate: torch.dtype | None) -> None:
@@ -22,44 +35,36 @@ def compute_microbatches_apart(model: nn.Module, training: Any, accumulate: torc
     :func:`~graphpasses.canonical_reductions`, in the dtype of the weights.
 
     Args:
-        model: of torchtitan, whose experts are parallelized.
+        model: of torchtitan, whose experts are parallelized, and pass :func:`check_experts`.
         training: torchtitan's configuration, which has the dtypes.
         accumulate: dtype in which ranks' contributions are added; None: that in which they travel.
 
     Raises:
-        UnsupportedError: contributions are added in another dtype than that of the weights, or experts compute, or
-            get their tokens, in a way of their own.
+        UnsupportedError: contributions are added in another dtype than that of the weights, or experts compute in a
+            way of their own.
     """
-    compute, reduce = (
-        TORCH_DTYPE_MAP[training.mixed_precision_param],
-        TORCH_DTYPE_MAP[training.mixed_precision_reduce],
-    )
+    compute, reduce = (TORCH_DTYPE_MAP[getattr(training, f"mixed_precision_{name}")] for name in ("param", "reduce"))
     added = accumulate or reduce
     if not compute == added == torch.bfloat16:
         raise UnsupportedError(
             f"experts compute in torch.bfloat16, and ranks' gradients are added in {added} of weights in {compute}: "
             "those of ranks that share experts would be rounded otherwise. Set --training.mixed_precision_param and "
-            "--training.mixed_precision_reduce to bfloat16 and leave out accumulate=, or train with one "
-            "expert-parallel degree and without any_expert_degree"
+            f"--training.mixed_precision_reduce to bfloat16 and leave out accumulate=, or {_ELSE}"
         )
-    routed = {name: each for name, each in model.named_modules() if isinstance(each, RoutedExperts)}
-    for name, each in routed.items():
-        dispatcher, experts = each.token_dispatcher, each.inner_experts
+    for name, each in _routed(model):
+        experts = each.inner_experts
         products = getattr(type(experts), "_grouped_mm", None)
         if not isinstance(experts, GroupedExperts) or products is not GroupedExperts._grouped_mm:
             raise UnsupportedError(
-                f"{name!r} has experts of {type(experts).__name__}, whose products by rank are not known. Train with "
-                "one expert-parallel degree and without any_expert_degree"
+                f"{name!r} has experts of {type(experts).__name__}, whose products by rank are not known: {_ELSE}"
             )
-        if type(dispatcher) is not AllToAllTokenDispatcher:
-            raise UnsupportedError(
-                f"{name!r} sends tokens by {type(dispatcher).__name__}, and which rank sent which is known of "
-                "AllToAllTokenDispatcher (moe_comm_backend 'standard') alone. Take that, or train with one "
-                "expert-parallel degree and without any_expert_degree"
-            )
-    for each in routed.values():
-        if each.token_dispatcher.ep_mesh is not None:
+    for _, each in _routed(model):
+        if getattr(each.token_dispatcher, "ep_mesh", None) is not None:
             _ByRank(each)
+
+
+def _routed(model: nn.Module) -> list[tuple[str, RoutedExperts]]:
+    return [(name, each) for name, each in model.named_modules() if isinstance(each, RoutedExperts)]
 
 
 class _ByRank:

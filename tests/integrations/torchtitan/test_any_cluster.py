@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from experiments.any_cluster.cases import Case, Cluster
 from experiments.any_cluster.run import train_and_judge
@@ -18,6 +19,7 @@ from graphpasses.integrations.torchtitan.cpu_configs import Recipe
 pytest.importorskip("torchtitan")
 
 ONE = Cluster("1 rank", (1,))
+BF16 = {"mixed_precision_param": "bfloat16", "mixed_precision_reduce": "bfloat16"}
 CASE = Case(
     "deepseek_v3",
     Recipe("deepseek_v3", num_layers=2, num_experts=4, reduce_dtype="bfloat16"),
@@ -90,3 +92,49 @@ def test_what_is_split_otherwise_is_refused() -> None:
         titan._check_graph_trainer(trainer("default", dp_shard=2))
     with pytest.raises(UnsupportedError, match=r"graph_trainer shards over one rank, .*Train eagerly"):
         titan._check_graph_trainer(trainer())
+    with pytest.raises(
+        UnsupportedError, match=r"the pp degree is 2, .*, or run its stages by torch's schedules: see"
+    ):
+        titan._check_degrees(trainer(pp=2))
+    titan._check_overlap(SimpleNamespace(compile=SimpleNamespace()))  # the eager trainer's
+    with pytest.raises(UnsupportedError, match=r"ep_overlap\.enabled lets experts compute .* in halves"):
+        titan._check_overlap(SimpleNamespace(compile=SimpleNamespace(ep_overlap=SimpleNamespace(enabled=True))))
+
+
+def test_experts_that_compute_otherwise_are_refused() -> None:
+    from torchtitan.models.common.moe import GroupedExperts
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+    from graphpasses.integrations.torchtitan.cpu_configs import trainer_config
+    from graphpasses.integrations.torchtitan.experts import check_experts, compute_microbatches_apart
+
+    class OtherExperts(GroupedExperts):
+        def _grouped_mm(self, **factors: torch.Tensor) -> torch.Tensor:
+            raise NotImplementedError
+
+    class OtherDispatcher(AllToAllTokenDispatcher):
+        pass
+
+    recipe = Recipe("deepseek_v3", num_layers=2, num_experts=4)
+    with torch.device("meta"):
+        model = trainer_config(recipe, Path(), 1, None).model_spec.model.build()
+    routed = model.layers["1"].moe.routed_experts
+
+    def apart(accumulate: torch.dtype | None = None, **dtypes: str) -> None:
+        compute_microbatches_apart(model, SimpleNamespace(**BF16 | dtypes), accumulate)
+
+    check_experts(model)
+    apart()
+    for options in ({"accumulate": torch.float32}, {"mixed_precision_reduce": "float32"}):
+        with pytest.raises(
+            UnsupportedError, match=r"added in torch\.float32 of weights in torch\.bfloat16: those of"
+        ):
+            apart(**options)
+    routed.inner_experts.__class__ = OtherExperts
+    with pytest.raises(
+        UnsupportedError, match=r"'layers\.1\.moe\.routed_experts' has experts of OtherExperts, whose"
+    ):
+        apart()
+    routed.token_dispatcher.__class__ = OtherDispatcher
+    with pytest.raises(UnsupportedError, match="sends tokens to experts by OtherDispatcher, whose bits were not"):
+        check_experts(model)
