@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,22 +17,26 @@ from tests.helpers.any_cluster import NUM_MICROBATCHES, loss_fn, sums_alone
 from tests.helpers.experts import COUNTS, Sparse, shard_experts
 from tests.helpers.models import token_batch
 
+How = Literal["eager", "captured", "rewritten", "by FSDP2"]  # rewritten: reductions in a tree by a pass
 
-def train(degree: int, in_tree: bool, captured: bool, dim: int) -> str:
+
+def train(how: How, degree: int, dim: int) -> str:
     """Runs on every rank."""
     torch.manual_seed(0)
     model = shard_experts(Sparse(), degree, dim=dim)
-    if in_tree:
+    if how in ("eager", "captured"):
         gp.canonical_reductions(model)
     else:
         sums_alone(model)
     step: Any = None
-    if captured:
-        step = gp.default_pipeline().run(gp.capture_train_step(loss_fn, model, *token_batch(0)))
+    if how in ("captured", "rewritten"):
+        pipeline = gp.default_pipeline(canonical=how == "rewritten")
+        step = pipeline.run(gp.capture_train_step(loss_fn, model, *token_batch(0)))
         model.mixture.counts.zero_()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for index in range(3):
-        tree = gp.MicrobatchTree(model, counts=COUNTS) if in_tree else None
+        added = step if how == "rewritten" else model
+        tree = None if how == "by FSDP2" else gp.MicrobatchTree(added, counts=COUNTS)
         for k in range(dist.get_rank(), NUM_MICROBATCHES, dist.get_world_size()):
             batch = token_batch(100 * index + k)
             if step is None:
@@ -52,9 +56,8 @@ def train(degree: int, in_tree: bool, captured: bool, dim: int) -> str:
 
 
 @functools.cache
-def on(num_ranks: int, degree: int, *, in_tree: bool = True, captured: bool = False, dim: int = 0) -> str:
-    topology = Topology(num_ranks, gpus_per_node=num_ranks)
-    hashes = run_cluster(train, topology, degree, in_tree, captured, dim)
+def on(num_ranks: int, degree: int, how: How = "eager", *, dim: int = 0) -> str:
+    hashes = run_cluster(train, Topology(num_ranks, gpus_per_node=num_ranks), how, degree, dim)
     assert len({*hashes}) == 1
     return hashes[0]
 
@@ -66,7 +69,7 @@ def test_one_hash_at_one_degree(degree: int) -> None:
 
 
 def test_fsdp2_by_itself_differs() -> None:
-    assert len({on(num_ranks, 2, in_tree=False) for num_ranks in (2, 4, 8)}) == 3
+    assert len({on(num_ranks, 2, "by FSDP2") for num_ranks in (2, 4, 8)}) == 3
 
 
 def test_another_degree_differs() -> None:
@@ -78,9 +81,9 @@ def test_experts_that_are_sharded_on_another_dim() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_captured_steps(num_ranks: int) -> None:
-    assert on(num_ranks, 2, captured=True) == on(2, 2)
+@pytest.mark.parametrize(("num_ranks", "how"), [(2, "captured"), (4, "captured"), (4, "rewritten")])
+def test_captured_steps(num_ranks: int, how: How) -> None:
+    assert on(num_ranks, 2, how) == on(2, 2)
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------
@@ -90,8 +93,11 @@ def test_ranks_that_are_no_neighbours_share_experts() -> None:
     """On 4 ranks, 0 and 2 would compute together what 0 and 1 do on 2 ranks."""
     with fake_process_group(4):
         model = shard_experts(Sparse(), 2, is_last=False)
-        with pytest.raises(UnsupportedError, match=r"over the ranks \[0, 1\] of \[0, 1, 2, 3\], .* axis be the last"):
-            gp.canonical_reductions(model)
+        sums_alone(model)
+        step = gp.capture_train_step(loss_fn, model, *token_batch(0))
+        for make in (lambda: gp.canonical_reductions(model), lambda: gp.default_pipeline(canonical=True).run(step)):
+            with pytest.raises(UnsupportedError, match=r"ranks \[0, 1\] of \[0, 1, 2, 3\], .* axis be the last"):
+                make()
 
 
 def test_counts_that_are_not_named() -> None:

@@ -138,3 +138,36 @@ def test_experts_that_compute_otherwise_are_refused() -> None:
     routed.token_dispatcher.__class__ = OtherDispatcher
     with pytest.raises(UnsupportedError, match="sends tokens to experts by OtherDispatcher, whose bits were not"):
         check_experts(model)
+
+
+def test_products_of_each_rank_s_tokens_are_added_in_a_tree() -> None:
+    """Four ranks share two experts; one of them sends no token, another none to the first expert."""
+    from graphpasses.integrations.torchtitan.experts import _ByRank
+
+    counts = torch.tensor([[3, 5], [0, 0], [0, 4], [8, 1]])
+    generator = torch.Generator().manual_seed(0)
+    tokens, weights = (torch.randn(n, 16, 16, generator=generator).bfloat16() for n in (int(counts.sum()), 2))
+    tokens, factors = tokens[:, 0], torch.randn(len(tokens), 16, generator=generator).bfloat16()
+
+    def product(**factors: torch.Tensor) -> torch.Tensor:
+        return torch._grouped_mm(factors["A"], factors["B_t"], offs=factors["offs"])
+
+    def gradient(rows: slice, ends: torch.Tensor, product: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = weights.clone().requires_grad_()
+        result = product(A=tokens[rows], B_t=leaf, offs=ends.to(torch.int32))
+        (result * factors[rows]).sum().backward()
+        assert leaf.grad is not None
+        return result, leaf.grad
+
+    dispatcher = SimpleNamespace(_sync_token_count_exchange=lambda: (None, None, counts.sum(1).tolist()))
+    experts = SimpleNamespace(_grouped_mm=product)
+    _ByRank(SimpleNamespace(token_dispatcher=dispatcher, inner_experts=experts))
+    dispatcher._sync_token_count_exchange()
+    result, added = gradient(slice(None), counts.flatten().cumsum(0), experts._grouped_mm)
+
+    ends = counts.sum(1).cumsum(0).tolist()
+    alone = [gradient(slice(a, b), c.cumsum(0), product) for a, b, c in zip([0, *ends], ends, counts, strict=False)]
+    assert torch.equal(result, torch.cat([each for each, _ in alone]))
+    first, second, third, fourth = (each for _, each in alone)
+    assert torch.equal(added, (first + second) + (third + fourth))
+    assert not torch.equal(added, ((first + second) + third) + fourth)  # control
