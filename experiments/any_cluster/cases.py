@@ -180,10 +180,11 @@ CASES = (
         None,
         (
             _ON_ONE,
-            *_EAGER[:2],
+            *_EAGER,
             *(_TWO, _FOUR, _EIGHT, _sharing(4, _EAGER[1])),
             *_EXPERTS,
-            *(_sharing(2, _RESUMED[0]), _RESUMED[1], _sharing(2, _RESUMED[2])),
+            *(_sharing(2, _RESUMED[0]), _RESUMED[1]),
+            Cluster("gone on with 4, experts on 4", (4,), experts=4, start=2),
         ),
         (_control("by FSDP2", experts=2),),
         any_expert_degree=True,
