@@ -24,7 +24,7 @@ from graphpasses.integrations.torchtitan.experts import check_experts, compute_m
 from graphpasses.integrations.torchtitan.refusals import PIPELINE
 
 # Degrees that split a sample's work, so that products and sums are other ones, or whose trainer was not run.
-_DEGREES = ("tp", "pp", "cp")
+_DEGREES = ("tensor", "pipeline", "context")
 # What routers count, for torchtitan's balancing of experts' loads, which adds all ranks' counts.
 _COUNTS = ".tokens_per_expert_E"
 
@@ -61,10 +61,10 @@ def canonical_trainer(config: Any, *, accumulate: torch.dtype | None = None, any
     """
     if config.checkpoint.create_seed_checkpoint:  # which trains nothing, and shards nothing
         return config.build()
+    _check_degrees(config)
     loader = config.dataloader
     config.dataloader = _Dealt(dataset=loader.dataset, dataset_path=loader.dataset_path, loader=loader)
     trainer = config.build()
-    _check_degrees(trainer)
     (model,) = trainer.model_parts
     check_experts(model)
     setattr(trainer, ACCUMULATE, accumulate)
@@ -81,13 +81,13 @@ def canonical_trainer(config: Any, *, accumulate: torch.dtype | None = None, any
     return trainer
 
 
-def _check_degrees(trainer: Any) -> None:
-    for degree in _DEGREES:
-        if (size := getattr(trainer.parallel_dims, degree)) > 1:
-            instead = ", or run its stages by torch's schedules: see docs/any_cluster.md" * (degree == "pp")
+def _check_degrees(config: Any) -> None:
+    for name in _DEGREES:
+        if (size := getattr(config.parallelism, f"{name}_parallel_degree")) > 1:
+            instead = ", or run the stages by torch's schedules: see docs/any_cluster.md" * (name == "pipeline")
             raise UnsupportedError(
-                f"the {degree} degree is {size}, and torchtitan's trainers have the same bits on any number of ranks "
-                f"with FSDP, HSDP and expert parallelism alone. Set the degree to 1{instead}"
+                f"--parallelism.{name}_parallel_degree is {size}, and torchtitan's trainers have the same bits on "
+                f"any number of ranks with FSDP, HSDP and expert parallelism alone. Set it to 1{instead}"
             )
 
 

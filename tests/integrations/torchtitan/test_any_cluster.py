@@ -80,22 +80,25 @@ def test_other_numbers_of_ranks_go_on() -> None:
 def test_what_is_split_otherwise_is_refused() -> None:
     from graphpasses.integrations.torchtitan import any_cluster as titan
 
-    degrees = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "dp_shard": 1}
+    def config(**changed: int) -> Any:
+        degrees = {f"{name}_parallel_degree": 1 for name in ("tensor", "pipeline", "context")}
+        return SimpleNamespace(parallelism=SimpleNamespace(**degrees | changed))
 
-    def trainer(pipeline: str = "graphpasses", **changed: int) -> Any:
+    def trainer(pipeline: str = "graphpasses", dp_shard: int = 1) -> Any:
         compiled = SimpleNamespace(compile=SimpleNamespace(pass_pipeline=pipeline))
-        return SimpleNamespace(config=compiled, parallel_dims=SimpleNamespace(**degrees | changed))
+        return SimpleNamespace(config=compiled, parallel_dims=SimpleNamespace(dp_shard=dp_shard))
 
-    with pytest.raises(UnsupportedError, match=r"the tp degree is 2, .*Set the degree to 1"):
-        titan._check_degrees(trainer(tp=2))
+    titan._check_degrees(config())
+    with pytest.raises(UnsupportedError, match=r"--parallelism\.tensor_parallel_degree is 2, .*Set it to 1$"):
+        titan._check_degrees(config(tensor_parallel_degree=2))
+    with pytest.raises(
+        UnsupportedError, match=r"pipeline_parallel_degree is 2, .*, or run the stages by torch's sch"
+    ):
+        titan._check_degrees(config(pipeline_parallel_degree=2))
     with pytest.raises(UnsupportedError, match="pass_pipeline 'default' reduces in NCCL's order; use "):
         titan._check_graph_trainer(trainer("default", dp_shard=2))
     with pytest.raises(UnsupportedError, match=r"graph_trainer shards over one rank, .*Train eagerly"):
         titan._check_graph_trainer(trainer())
-    with pytest.raises(
-        UnsupportedError, match=r"the pp degree is 2, .*, or run its stages by torch's schedules: see"
-    ):
-        titan._check_degrees(trainer(pp=2))
     titan._check_overlap(SimpleNamespace(compile=SimpleNamespace()))  # the eager trainer's
     with pytest.raises(UnsupportedError, match=r"ep_overlap\.enabled lets experts compute .* in halves"):
         titan._check_overlap(SimpleNamespace(compile=SimpleNamespace(ep_overlap=SimpleNamespace(enabled=True))))
