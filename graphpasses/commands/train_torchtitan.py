@@ -7,7 +7,8 @@
 
 Before torchtitan's arguments, ``--record FILE`` writes hashes of every step, for ``graphpasses compare``, and
 ``--canonical`` gives weights the same bits on any number of ranks; also those of torchtitan's eager trainers. With
-``--any-expert-degree`` experts have them on any number of ranks that share them, too.
+``--any-expert-degree`` experts have them on any number of ranks that share them, too, and gradients are reduced in
+bfloat16; give it on all clusters.
 ``--chunks MODULES DIM`` lets an eager trainer run modules on two chunks, to compare with ``--compile.ep_overlap``.
 """
 
@@ -45,6 +46,8 @@ def main(args: Sequence[str] | None = None) -> None:
             del trainer.Trainer.Config.build
             if ours.chunks:
                 return chunked_trainer(config, *ours.chunks)
+            if ours.any_expert_degree:
+                config.training.mixed_precision_reduce = "bfloat16"  # an option that knows float32 alone
             return canonical_trainer(config, any_expert_degree=ours.any_expert_degree)
 
         trainer.Trainer.Config.build = build

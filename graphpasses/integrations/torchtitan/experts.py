@@ -48,8 +48,9 @@ def compute_microbatches_apart(model: nn.Module, training: Any, accumulate: torc
     if not compute == added == torch.bfloat16:
         raise UnsupportedError(
             f"experts compute in torch.bfloat16, and ranks' gradients are added in {added} of weights in {compute}: "
-            "those of ranks that share experts would be rounded otherwise. Set --training.mixed_precision_param and "
-            f"--training.mixed_precision_reduce to bfloat16 and leave out accumulate=, or {_ELSE}"
+            "those of ranks that share experts would be rounded otherwise. Set training.mixed_precision_param and "
+            "training.mixed_precision_reduce to 'bfloat16' in the configuration (torchtitan's command line knows "
+            f"float32 alone for the latter; --any-expert-degree sets it) and leave out accumulate=, or {_ELSE}"
         )
     for name, each in _routed(model):
         experts = each.inner_experts
