@@ -29,6 +29,7 @@ class Cluster:
         name: what the table calls it.
         shape: of the mesh; two numbers are HSDP's replicas and shards.
         captured: whether captured steps run.
+        experts: torchtitan's expert-parallel degree.
         added: how gradients are; all but ``"in a tree"`` are controls. ``"microbatches one by one"`` adds ranks in a
             tree; ``"rank-major"`` microbatches, too, of which each rank has consecutive ones; ``"dropout by rank"``
             draws random numbers as they come.
@@ -39,6 +40,7 @@ class Cluster:
     name: str
     shape: tuple[int, ...]
     captured: bool = False
+    experts: int = 1
     added: _Added = "in a tree"
     start: int = 0
     ends: int = 3
@@ -46,6 +48,11 @@ class Cluster:
     @property
     def num_ranks(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def mesh(self) -> tuple[tuple[int, ...], int]:
+        """Its shape, and the expert-parallel degree."""
+        return self.shape, self.experts
 
     def steps(self, num_steps: int) -> range:
         """Which of ``num_steps`` it runs."""
@@ -63,9 +70,10 @@ class Case:
         accumulate: see :func:`graphpasses.canonical_reductions`.
         clusters: all are compared with the first.
         controls: pairs of runs that must differ.
+        any_expert_degree: see ``canonical_trainer``.
         num_steps: of a whole run.
         num_ranks: of the only runs that are trained; None trains all.
-        shape: of the only runs that are trained; None trains all.
+        mesh: shape and expert-parallel degree of the only runs that are trained; None trains all.
     """
 
     name: str
@@ -73,16 +81,17 @@ class Case:
     accumulate: torch.dtype | None
     clusters: tuple[Cluster, ...]
     controls: tuple[tuple[Cluster, Cluster], ...] = ()
+    any_expert_degree: bool = False
     num_steps: int = 25
     num_ranks: int | None = None
-    shape: tuple[int, ...] | None = None
+    mesh: tuple[tuple[int, ...], int] | None = None
 
     @property
     def runs(self) -> tuple[Cluster, ...]:
         """What is trained, controls last."""
         runs = dict.fromkeys((*self.clusters, *(each for pair in self.controls for each in pair)))
         return tuple(
-            each for each in runs if self.num_ranks in (None, each.num_ranks) and self.shape in (None, each.shape)
+            each for each in runs if self.num_ranks in (None, each.num_ranks) and self.mesh in (None, each.mesh)
         )
 
     @property
@@ -111,14 +120,18 @@ class Case:
         """Whether torchtitan's trainers train it."""
         return isinstance(self.build, Recipe)
 
-    def on(self, num_ranks: int, shape: tuple[int, ...] | None = None) -> Case:
-        """Returns the case with the runs on so many ranks alone, and on a mesh of this shape."""
-        return replace(self, num_ranks=num_ranks, shape=shape)
+    def on(self, num_ranks: int, mesh: tuple[tuple[int, ...], int] | None = None) -> Case:
+        """Returns the case with the runs on so many ranks alone, and on this mesh."""
+        return replace(self, num_ranks=num_ranks, mesh=mesh)
 
 
-def _control(added: _Added) -> tuple[Cluster, Cluster]:
-    small, large = (Cluster(f"{added}, {num} ranks", (num,), added=added) for num in (2, 4))
+def _control(added: _Added, experts: int = 1) -> tuple[Cluster, Cluster]:
+    small, large = (Cluster(f"{added}, {num} ranks", (num,), experts=experts, added=added) for num in (2, 4))
     return small, large
+
+
+def _sharing(experts: int, cluster: Cluster) -> Cluster:
+    return replace(cluster, name=f"{cluster.name}, experts on {experts}", experts=experts)
 
 
 _ON_ONE = Cluster("1 rank", (1,))
@@ -145,6 +158,12 @@ _TITAN = (
     *_RESUMED,
 )
 
+_TWO, _FOUR, _EIGHT = (_sharing(2, each) for each in _EAGER)
+_EXPERTS = (
+    *(replace(each, name=f"graph_trainer, {each.name}", captured=True) for each in (_TWO, _FOUR)),
+    _sharing(2, _HYBRID[0]),
+)
+
 CASES = (
     Case("GPT, added in bf16", decoder, None, _ALL, (*_CONTROLS, _control("dropout by rank"))),
     Case("Llama, added in fp32", llama, torch.float32, _ALL, _CONTROLS),
@@ -154,6 +173,28 @@ CASES = (
         None,
         _TITAN,
         _CONTROLS[:1],
+    ),
+    Case(
+        "torchtitan's deepseek_v3, at any expert-parallel degree",
+        Recipe("deepseek_v3", num_layers=2, num_experts=4, reduce_dtype="bfloat16"),
+        None,
+        (
+            _ON_ONE,
+            *_EAGER,
+            *(_TWO, _FOUR, _EIGHT, _sharing(4, _EAGER[1])),
+            *_EXPERTS,
+            *(_sharing(2, _RESUMED[0]), _RESUMED[1]),
+            Cluster("gone on with 4, experts on 4", (4,), experts=4, start=2),
+        ),
+        (_control("by FSDP2", experts=2),),
+        any_expert_degree=True,
+    ),
+    Case(
+        "torchtitan's deepseek_v3, at expert-parallel degree 2, added in fp32",
+        Recipe("deepseek_v3", num_layers=2, num_experts=4, reduce_dtype="bfloat16"),
+        torch.float32,
+        (_TWO, _FOUR, _EIGHT, *_EXPERTS),
+        (_control("by FSDP2", experts=2), (_TWO, _ON_ONE)),
     ),
 )
 SHORT = Case(

@@ -37,9 +37,9 @@ def train_and_judge(experiment: ParityExperiment, cases: Sequence[Case]) -> list
                 experiment.train(train_cases, plain, num_ranks, backend="gloo", preload=_PRELOAD)
             titan = [case for case in here if case.is_titan]
             # DTensor's caches take other meshes of equal names for one.
-            for shape in dict.fromkeys(run.shape for case in titan for run in case.runs):
+            for mesh in dict.fromkeys(run.mesh for case in titan for run in case.runs):
                 make_assets(scratch)
-                members = [case.on(num_ranks, shape) for case in titan]
+                members = [case.on(num_ranks, mesh) for case in titan]
                 with stores(num_runs(members) + len(members)) as ports:
                     experiment.train(train_titan, members, num_ranks, scratch, ports)
     whole = [replace(case, num_steps=experiment.num_steps) for case in cases]

@@ -60,7 +60,11 @@ def _train(case: Case, cluster: Cluster, num_steps: int, folder: Path, scratch: 
         config.checkpoint.load_step = steps.start
     else:
         config.checkpoint.initial_load_path = str(_dump(case, "seed", scratch) / "checkpoint" / "step-0")
-    trainer = config.build() if cluster.added == "by FSDP2" else canonical_trainer(config, accumulate=case.accumulate)
+    if cluster.added == "by FSDP2":
+        trainer = config.build()
+    else:
+        apart = case.any_expert_degree
+        trainer = canonical_trainer(config, accumulate=case.accumulate, any_expert_degree=apart)
     trainer.should_continue_training = lambda: trainer.step < steps.stop
     with recorded(trainer, run_path(folder, case.name, cluster.name), run=cluster.name, overwrite=True):
         trainer.train()
@@ -73,7 +77,12 @@ def _config(case: Case, cluster: Cluster, num_steps: int, scratch: Path) -> Any:
 
     assert isinstance(case.build, Recipe)
     replicas = cluster.shape[0] if len(cluster.shape) > 1 else 1
-    recipe = replace(case.build, num_replicas=replicas, global_batch_size=NUM_MICROBATCHES)
+    recipe = replace(
+        case.build,
+        num_replicas=replicas,
+        expert_parallel=cluster.experts,
+        global_batch_size=NUM_MICROBATCHES,
+    )
     config = trainer_config(recipe, scratch, num_steps, pass_pipeline.PIPELINE if cluster.captured else None)
     config.optimizer.implementation = "foreach"  # the fused one's bits depend on a shard's place
     # One that goes on reads what another has written.

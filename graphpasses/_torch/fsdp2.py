@@ -78,16 +78,12 @@ def _groups_of(state: FSDPState) -> list[FSDPParamGroup]:
     return groups
 
 
-def group_of(module: nn.Module) -> FSDPParamGroup | None:
-    """Returns the group of one ``fully_shard`` call; None if it manages no parameters."""
-    state = _get_module_fsdp_state(module)
-    groups = _groups_of(state) if state is not None else []
-    if len(groups) > 1:
-        raise UnsupportedError(
-            f"FSDP2 group {group_name(groups[0])!r} is one of {len(groups)} of a module (shard_placement_fn with "
-            "meshes), for which FSDP2 has no custom reduce-scatter. Shard the modules apart"
-        )
-    return groups[0] if groups else None
+def reduce_by(group: FSDPParamGroup, reduction: ReduceScatterInGraph) -> None:
+    """Lets a group reduce in a way of its own.
+
+    FSDP2's ``set_custom_reduce_scatter`` has no group to give it to where a module has several, of several meshes.
+    """
+    group._reduce_scatter_comm = reduction
 
 
 def reshard(groups: Iterable[FSDPParamGroup]) -> None:

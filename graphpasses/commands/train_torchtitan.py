@@ -6,7 +6,9 @@
         --compile.pass_pipeline graphpasses
 
 Before torchtitan's arguments, ``--record FILE`` writes hashes of every step, for ``graphpasses compare``, and
-``--canonical`` gives weights the same bits on any number of ranks; also those of torchtitan's eager trainers.
+``--canonical`` gives weights the same bits on any number of ranks; also those of torchtitan's eager trainers. With
+``--any-expert-degree`` experts have them on any number of ranks that share them, too, and gradients are reduced in
+bfloat16; give it on all clusters.
 ``--chunks MODULES DIM`` lets an eager trainer run modules on two chunks, to compare with ``--compile.ep_overlap``.
 """
 
@@ -33,13 +35,20 @@ def main(args: Sequence[str] | None = None) -> None:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--canonical", action="store_true")
     how.add_argument("--chunks", nargs=2)
+    parser.add_argument("--any-expert-degree", action="store_true")
     ours, theirs = parser.parse_known_args(args)
+    if ours.any_expert_degree and not ours.canonical:
+        parser.error("--any-expert-degree goes with --canonical")
     sys.argv[1:] = theirs
     if ours.canonical or ours.chunks:
 
         def build(config: Any) -> Any:
             del trainer.Trainer.Config.build
-            return canonical_trainer(config) if ours.canonical else chunked_trainer(config, *ours.chunks)
+            if ours.chunks:
+                return chunked_trainer(config, *ours.chunks)
+            if ours.any_expert_degree:
+                config.training.mixed_precision_reduce = "bfloat16"  # an option that knows float32 alone
+            return canonical_trainer(config, any_expert_degree=ours.any_expert_degree)
 
         trainer.Trainer.Config.build = build
     if ours.record is not None:

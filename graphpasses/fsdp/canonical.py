@@ -9,7 +9,7 @@ rank 5 of a 2 x 4 mesh is rank 5 of 8.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,10 @@ from graphpasses._torch.fsdp2 import (
     ReduceScatterInGraph,
     fsdp_groups,
     fsdp_states,
-    group_of,
     mesh_ranks,
     named_sharded_parameters,
     read_groups,
+    reduce_by,
     refuse_partial_reduction,
     replicate_group,
     shard_group,
@@ -89,11 +89,12 @@ def canonical_reductions(model: nn.Module, *, accumulate: torch.dtype | None = N
     for module, _ in fsdp_states(model):
         module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
         module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
-    for group, read in read_groups(model).items():
-        _check(read, mesh_ranks(group), accumulate)
-    for module, _ in fsdp_states(model):
-        if (own := group_of(module)) is not None:
-            module.set_custom_reduce_scatter(TreeReduceScatter(own, accumulate))  # type: ignore[operator]
+    read = read_groups(model)
+    for group, each in read.items():
+        _check(each, mesh_ranks(group), accumulate)
+    refuse_order_of_experts({f"FSDP2 group {each.name!r}": mesh_ranks(group) for group, each in read.items()})
+    for group in groups:
+        reduce_by(group, TreeReduceScatter(group, accumulate))
     return model
 
 
@@ -102,7 +103,7 @@ def _check(group: ParameterGroup, ranks: Sequence[int], accumulate: torch.dtype 
     if len(group.shard_ranks) == 1 and len(replicas) > 1:
         raise UnsupportedError(
             f"{subject} has replicas of one shard, which FSDP2 reduces by an all-reduce that cannot be replaced. "
-            "Shard over the ranks instead"
+            "Shard over the ranks instead (with expert parallelism, over more than its degree)"
         )
     refuse_ranks(subject, group.shard_ranks, replicas, ranks)
     added = refuse_rounding(subject, group.reduce_dtype, accumulate)
@@ -114,13 +115,8 @@ def _check(group: ParameterGroup, ranks: Sequence[int], accumulate: torch.dtype 
             )
 
 
-def refuse_ranks(
-    subject: str, shards: Sequence[int], replicas: Sequence[int] = (), mesh: Sequence[int] | None = None
-) -> None:
-    """Raises where ranks make no tree that is one for any number of them.
-
-    ``mesh`` has the ranks of the whole mesh, row by row; None: a rank's own row and column tell it.
-    """
+def refuse_ranks(subject: str, shards: Sequence[int], replicas: Sequence[int], mesh: Sequence[int]) -> None:
+    """Raises where ranks make no tree that is one for any number of them; ``mesh`` has all of them, row by row."""
     for size in (len(shards), len(replicas)):
         if size & (size - 1):
             lower = 1 << math.floor(math.log2(size))
@@ -128,14 +124,34 @@ def refuse_ranks(
                 f"{subject} is reduced over {size} ranks, and a binary tree needs a power of two: "
                 f"take {lower} or {2 * lower}"
             )
-    if mesh is None:
-        own = next((rank for rank in shards if rank in replicas), 0)
-        mesh = [rank + replica - own for replica in replicas or (0,) for rank in shards]
     if list(mesh) != sorted(mesh):
         raise UnsupportedError(
             f"{subject} is reduced over the ranks {list(mesh)}, in this order, and the tree is one over ranks in "
             "ascending order. Make the mesh with init_device_mesh"
         )
+
+
+def ranks_of_mesh(shards: Sequence[int], replicas: Sequence[int]) -> list[int]:
+    """Returns the ranks of a whole mesh, row by row, which a rank's own row and column tell."""
+    own = next((rank for rank in shards if rank in replicas), 0)
+    return [rank + replica - own for replica in replicas or (0,) for rank in shards]
+
+
+def refuse_order_of_experts(meshes: Mapping[str, Sequence[int]]) -> None:
+    """Raises where experts that several ranks share do not get the same microbatches on any number of ranks.
+
+    Ranks that share experts compute their microbatches together, so these are leaves of the experts' tree: on 4 ranks
+    as on 2 those of ranks 0 and 1, if each n-th rank has the same experts.
+    """
+    wholes = {tuple(mesh) for mesh in meshes.values()}
+    for subject, own in meshes.items():
+        for whole in wholes:
+            if set(own) < set(whole) and list(own) != list(whole[whole.index(own[0]) :: len(whole) // len(own)]):
+                raise UnsupportedError(
+                    f"{subject} is reduced over the ranks {list(own)} of {list(whole)}, so ranks that are no "
+                    "neighbours share experts, and which microbatches they compute together depends on the number "
+                    "of ranks. Let the expert-parallel axis be the last of the mesh"
+                )
 
 
 def refuse_rounding(subject: str, sent: torch.dtype, accumulate: torch.dtype | None) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Sampler
 
+from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.fsdp2 import named_sharded_parameters, own_reduction, read_groups
 from graphpasses._torch.storage import times_written
 from graphpasses.errors import UnsupportedError
@@ -89,34 +91,42 @@ class MicrobatchTree:
             ``default_pipeline(canonical=True)`` rewrote, whose gradients it adds.
         parameters: FQNs, sharded parameters whose gradients come reduced in a tree by other means, and the dtypes to
             add them in; None: what the model or the step says.
+        counts: FQNs of buffers in which forward counts, as routers of experts do; each rank has those of its own
+            microbatches, and whoever reads them adds those of all ranks first. Sums of whole numbers have no order.
 
     Raises:
-        UnsupportedError: neither was done; or, from :meth:`add`, a microbatch left no reduced gradients, or not of
-            the same parameters as the one before, or wrote a buffer.
+        UnsupportedError: neither was done, or there is no such buffer; or, from :meth:`add`, a microbatch left no
+            reduced gradients, or not of the same parameters as the one before, or wrote another buffer; or, from
+            :meth:`finish`, counts are no whole numbers, or so large that their sum is rounded.
     """
 
     def __init__(
         self,
         model: nn.Module | TrainGraph,
         parameters: Iterable[tuple[str, Tensor, torch.dtype]] | None = None,
+        counts: Iterable[str] = (),
     ) -> None:
         if parameters is None:
             parameters = _of_model(model) if isinstance(model, nn.Module) else _of_step(model)
         self._parameters = list(parameters)
         self._model = model if isinstance(model, nn.Module) else model.model
-        self._buffers = _buffers(self._model)
+        self._counts = tuple(counts)
+        if unknown := set(self._counts) - {fqn for fqn, _ in self._model.named_buffers()}:
+            raise UnsupportedError(f"counts= names {sorted(unknown)}, which the model has no buffers of")
+        self._buffers = self._written()
         self._sums: list[tuple[int, list[Tensor | None]]] = []  # of 2**level microbatches, and their sum
         self._finished: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def add(self) -> None:
         """Takes the gradients of one microbatch out of ``.grad``, and adds them where the tree has them."""
-        for fqn, version in _buffers(self._model).items():
+        for fqn, version in self._written().items():
             if self._buffers.setdefault(fqn, version) != version:
                 raise UnsupportedError(
                     f"a microbatch writes the buffer {fqn!r} (as batch statistics and routers' counts are), which "
                     "then depends on which microbatches a rank has. Let forward leave it as it is, e.g. by eval() of "
-                    "its module, or write it from what all ranks have, after finish()"
+                    "its module, write it from what all ranks have, after finish(), or name it in counts= if it "
+                    "counts, in whole numbers that all ranks add up before they are read"
                 )
         taken = [self._take(*each) for each in self._parameters]
         present = [each is not None for each in taken]
@@ -144,6 +154,7 @@ class MicrobatchTree:
         """Puts the sums into ``.grad``, and forgets them."""
         if not self._sums:
             raise UnsupportedError("no microbatch was added: call add() after each backward")
+        self._check_counts()
         total = self._sums.pop()[1]
         while self._sums:
             total = _added(self._sums.pop()[1], total)
@@ -159,6 +170,29 @@ class MicrobatchTree:
                     stride=parameter.stride(),
                 )
 
+    def _written(self) -> dict[str, tuple[int, int]]:
+        """Returns by FQN which tensor a buffer is, and how often it was written; those that count are left out."""
+        buffers = self._model.named_buffers()
+        return {fqn: (id(each), times_written(each)) for fqn, each in buffers if fqn not in self._counts}
+
+    def _check_counts(self) -> None:
+        """Raises on all ranks alike, of which each has other counts."""
+        if not self._counts:
+            return
+        buffers = {fqn: local_part(self._model.get_buffer(fqn)) for fqn in self._counts}
+        values = [buffer.double() for buffer in buffers.values()]
+        facts = torch.stack([torch.stack([(each != each.round()).sum(), each.abs().max()]) for each in values])
+        if dist.is_initialized():
+            dist.all_reduce(facts)
+        for (fqn, buffer), (num_parts, most) in zip(buffers.items(), facts.tolist(), strict=True):
+            exact = 2 / torch.finfo(buffer.dtype).eps if buffer.is_floating_point() else math.inf
+            if num_parts or not most <= exact:
+                raise UnsupportedError(
+                    f"the counts in the buffer {fqn!r} are no whole numbers, or together reach {most:.0f}, and "
+                    f"{buffer.dtype} adds whole numbers exactly up to {exact:.0f}. Count in a wider dtype, set the "
+                    "counts back after each step, or do not name it in counts="
+                )
+
     def _take(self, fqn: str, parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None and gradient is self._finished.pop(fqn, None):
@@ -166,11 +200,6 @@ class MicrobatchTree:
                 f"the gradient of {fqn!r} still has the last step's sum: call optimizer.zero_grad() after each step"
             )
         return None if gradient is None else gradient.to_local().to(dtype)  # type: ignore[attr-defined]
-
-
-def _buffers(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Returns by FQN which tensor a buffer is, and how often it was written."""
-    return {fqn: (id(buffer), times_written(buffer)) for fqn, buffer in model.named_buffers()}
 
 
 def _of_model(model: nn.Module) -> Iterator[tuple[str, Tensor, torch.dtype]]:

@@ -58,7 +58,8 @@ def test_cases() -> None:
     for case in CASES:
         assert len(set(case.variants)) == len(case.variants)
         resumed = [each for each in case.clusters if each.start or each.ends < 3]
-        assert [step for each in resumed for step in each.steps(case.num_steps)] == list(range(case.num_steps))
+        if resumed:
+            assert [step for each in resumed for step in each.steps(case.num_steps)] == list(range(case.num_steps))
         assert sum(len(case.on(num_ranks).runs) for num_ranks in (1, 2, 4, 8)) == len(case.runs)
         assert {row.must for row in case.comparisons} == {"equal", "differ"}
 

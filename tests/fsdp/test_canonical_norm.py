@@ -8,9 +8,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import graphpasses as gp
 from graphpasses.errors import UnsupportedError
@@ -97,6 +99,30 @@ def test_it_clips_as_torch_does() -> None:
     gp.canonical_clip_grad_norm_([small, nn.Parameter(torch.zeros(1))], 2.0)
     assert torch.equal(small.grad, torch.tensor([0.1, -0.1]))
     assert gp.canonical_clip_grad_norm_([nn.Parameter(torch.zeros(1))], 1.0) == 0
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_experts_on_a_mesh_of_their_own(dim: int) -> None:
+    """5 experts of 2 ranks, each sharded over others; torch's norm of them differs."""
+
+    def norms(degree: int) -> tuple[float, float]:
+        mesh = init_device_mesh("cpu", (dist.get_world_size() // degree, degree), mesh_dim_names=("data", "experts"))
+        weight = torch.randn(5, 4, 33, generator=torch.Generator().manual_seed(0))
+        model = nn.Module()
+        model.experts = nn.Parameter(distribute_tensor(weight, mesh["experts"], [Shard(0)], src_data_rank=None))
+        model.bias = nn.Parameter(distribute_tensor(weight[0, 0], mesh["experts"], [Replicate()], src_data_rank=None))
+        fully_shard(model, mesh=mesh["data"], shard_placement_fn=lambda p: Shard(dim if p.dim() > 1 else 0))
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach().clone()
+        usual = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+        return gp.canonical_clip_grad_norm_(model.parameters(), 1.0).item(), usual.full_tensor().item()
+
+    shapes = [(num_ranks, degree) for num_ranks in (1, 2, 4, 8) for degree in (1, 2) if degree <= num_ranks]
+    shapes.remove((8, 1))  # more than there are columns
+    found = {each for n, degree in shapes for each in run_cluster(norms, Topology(n, gpus_per_node=n), degree)}
+    assert len({norm for norm, _ in found}) == 1 < len({usual for _, usual in found})
+    norm, usual = found.pop()
+    assert norm == pytest.approx(usual, rel=1e-6)
 
 
 def test_other_shards_are_refused() -> None:

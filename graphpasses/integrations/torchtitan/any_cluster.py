@@ -20,13 +20,16 @@ from graphpasses.fsdp.canonical_norm import canonical_clip_grad_norm_
 from graphpasses.fsdp.canonical_update import check_canonical_update
 from graphpasses.fsdp.microbatches import MicrobatchTree
 from graphpasses.integrations.torchtitan.buckets import ACCUMULATE
+from graphpasses.integrations.torchtitan.experts import check_experts, compute_microbatches_apart
 from graphpasses.integrations.torchtitan.refusals import PIPELINE
 
-# Degrees that split a sample's work, so that products and sums are other ones, or that torchtitan reduces by itself.
-_DEGREES = ("tp", "pp", "cp", "ep")
+# Degrees that split a sample's work, so that products and sums are other ones, or whose trainer was not run.
+_DEGREES = ("tensor", "pipeline", "context")
+# What routers count, for torchtitan's balancing of experts' loads, which adds all ranks' counts.
+_COUNTS = ".tokens_per_expert_E"
 
 
-def canonical_trainer(config: Any, *, accumulate: torch.dtype | None = None) -> Any:
+def canonical_trainer(config: Any, *, accumulate: torch.dtype | None = None, any_expert_degree: bool = False) -> Any:
     """Builds a trainer of torchtitan whose weights do not depend on how many data-parallel ranks train them.
 
     FSDP2's reductions, or those of graph_trainer's graph, become :func:`~graphpasses.canonical_reductions`; a rank's
@@ -40,14 +43,17 @@ def canonical_trainer(config: Any, *, accumulate: torch.dtype | None = None) -> 
     Args:
         config: of ``Trainer``, or of ``GraphTrainer`` with ``compile.pass_pipeline graphpasses``.
         accumulate: dtype in which contributions are added; None: ``training.mixed_precision_reduce``.
+        any_expert_degree: whether weights do not depend on the expert-parallel degree either. An expert then computes
+            the tokens of each rank that shares it by themselves, in more and smaller products, added in bfloat16.
 
     Returns:
         The trainer: call ``train()``.
 
     Raises:
-        UnsupportedError: the trainer uses tensor, pipeline, context or expert parallelism, another pass pipeline or
-            graph_trainer on one rank, or an optimizer whose bits depend on a shard's place; see also
-            :func:`~graphpasses.canonical_reductions`.
+        UnsupportedError: the trainer uses tensor, pipeline or context parallelism, another pass pipeline or
+            graph_trainer on one rank, an optimizer whose bits depend on a shard's place, or experts that get tokens
+            by kernels of their own; experts cannot have the same bits at any degree, as they round otherwise; see
+            also :func:`~graphpasses.canonical_reductions`.
 
     Example, on the command line::
 
@@ -55,12 +61,16 @@ def canonical_trainer(config: Any, *, accumulate: torch.dtype | None = None) -> 
     """
     if config.checkpoint.create_seed_checkpoint:  # which trains nothing, and shards nothing
         return config.build()
+    _check_degrees(config)
     loader = config.dataloader
     config.dataloader = _Dealt(dataset=loader.dataset, dataset_path=loader.dataset_path, loader=loader)
     trainer = config.build()
-    _check_degrees(trainer)
     (model,) = trainer.model_parts
+    check_experts(model)
     setattr(trainer, ACCUMULATE, accumulate)
+    if any_expert_degree:
+        _check_overlap(config)
+        compute_microbatches_apart(model, config.training, accumulate)
     if isinstance(trainer, GraphTrainer):
         _check_graph_trainer(trainer)
     else:
@@ -71,12 +81,13 @@ def canonical_trainer(config: Any, *, accumulate: torch.dtype | None = None) -> 
     return trainer
 
 
-def _check_degrees(trainer: Any) -> None:
-    for degree in _DEGREES:
-        if (size := getattr(trainer.parallel_dims, degree)) > 1:
+def _check_degrees(config: Any) -> None:
+    for name in _DEGREES:
+        if (size := getattr(config.parallelism, f"{name}_parallel_degree")) > 1:
+            instead = ", or run the stages by torch's schedules: see docs/any_cluster.md" * (name == "pipeline")
             raise UnsupportedError(
-                f"the {degree} degree is {size}, and torchtitan's trainers have the same bits on any number of ranks "
-                "with data parallelism alone: FSDP or HSDP. Set the degree to 1"
+                f"--parallelism.{name}_parallel_degree is {size}, and torchtitan's trainers have the same bits on "
+                f"any number of ranks with FSDP, HSDP and expert parallelism alone. Set it to 1{instead}"
             )
 
 
@@ -89,6 +100,15 @@ def _check_graph_trainer(trainer: Any) -> None:
         raise UnsupportedError(
             "graph_trainer shards over one rank, and then neither casts nor reduces gradients as on several. Train "
             "eagerly on one rank, or shard over more (--parallelism.data_parallel_shard_degree)"
+        )
+
+
+def _check_overlap(config: Any) -> None:
+    overlap = getattr(config.compile, "ep_overlap", None)
+    if overlap is not None and overlap.enabled:
+        raise UnsupportedError(
+            "--compile.ep_overlap.enabled lets experts compute a microbatch in halves, which they do not on ranks "
+            "that have all experts. Leave it out, or train with one expert-parallel degree, without any_expert_degree"
         )
 
 
@@ -123,10 +143,11 @@ class _Steps:
         return canonical_clip_grad_norm_(parameters, max_norm)
 
     def _new_tree(self) -> MicrobatchTree:
+        counts = [fqn for fqn, _ in self._model.named_buffers() if fqn.endswith(_COUNTS)]
         if not self._is_graph:
-            return MicrobatchTree(self._model)
+            return MicrobatchTree(self._model, counts=counts)
         trained = (each for each in self._model.named_parameters() if each[1].requires_grad)
-        return MicrobatchTree(self._model, ((fqn, each, self._added) for fqn, each in trained))
+        return MicrobatchTree(self._model, ((fqn, each, self._added) for fqn, each in trained), counts)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -17,7 +17,13 @@ from graphpasses.analysis.parameter_collectives import (
     reduce_scatter_operator,
 )
 from graphpasses.errors import PipelineError, UnsupportedError
-from graphpasses.fsdp.canonical import CLIP_NOTE, refuse_ranks, refuse_rounding
+from graphpasses.fsdp.canonical import (
+    CLIP_NOTE,
+    ranks_of_mesh,
+    refuse_order_of_experts,
+    refuse_ranks,
+    refuse_rounding,
+)
 from graphpasses.fsdp.graph_layout import KEEP_PLACE, SPLIT, reduced_parts
 from graphpasses.graph import WAIT, Stage, TrainGraph, argument, wait_of
 from graphpasses.graph.nodes import SAME_TENSOR_OPS, fake_value, reach
@@ -41,9 +47,10 @@ def _check(graph: TrainGraph, reductions: dict[fx.Node, list[str]]) -> None:
                 f"the gradient of {fqn!r} is not reduced over FSDP's ranks, so its sum cannot have another order. "
                 "Shard the parameter with fully_shard or simple_fsdp"
             )
+    meshes = {fqn: ranks_of_mesh(info.shard_ranks, info.replicate_ranks) for fqn, info in graph.parameters.items()}
     for node, fqns in reductions.items():
         info, subject = graph.parameters[fqns[0]], f"the gradient of {fqns[0]!r}"
-        refuse_ranks(subject, info.shard_ranks, info.replicate_ranks)
+        refuse_ranks(subject, info.shard_ranks, info.replicate_ranks, meshes[fqns[0]])
         if node.target == ALL_REDUCE and len(info.shard_ranks) > 1 and not _is_reduced(argument(node)):
             raise UnsupportedError(
                 f"{subject} is reduced over replicas first, and a tree has its lowest levels over shards; "
@@ -55,6 +62,7 @@ def _check(graph: TrainGraph, reductions: dict[fx.Node, list[str]]) -> None:
                     f"{subject} is divided by {divided.args[1]} after it is reduced, which rounds, so that its bits "
                     "depend on the number of ranks. Divide the loss, in the place of set_gradient_divide_factor"
                 )
+    refuse_order_of_experts({f"the gradient of {fqn!r}": meshes[fqn] for fqns in reductions.values() for fqn in fqns})
 
 
 def _is_reduced(node: fx.Node) -> bool:
