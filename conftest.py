@@ -143,6 +143,7 @@ def _start_fork_server(session: pytest.Session) -> None:
         "requests",
         "spmd_types",
         "torch.distributed.pipelining.schedules",
+        "torch.export._trace",
         "torch.utils.tensorboard",
         "torchdata.stateful_dataloader",
         "transformers.modeling_utils",
