@@ -117,8 +117,24 @@ def watched_in_other_threads(on_call: Callable[[Any], None]) -> Iterator[None]:
         yield
 
 
-# By operator and arguments, of all blocks: a third of the time of a step that is like one traced before.
-_RESULTS: dict[Any, Any] = {}
+class _Results(dict[Any, Any]):
+    """Fake results by operator and arguments. Those of graphs, which have an id for an argument, must not be kept."""
+
+    def __init__(self) -> None:
+        self._of_graphs: list[Any] = []
+
+    def __setitem__(self, key: Any, result: Any) -> None:
+        if not isinstance(key.key[0], torch._ops.OpOverload):
+            self._of_graphs.append(key)
+        super().__setitem__(key, result)
+
+    def forget_graphs(self) -> None:
+        """Drops those of graphs: when one is gone, torch tells its own cache alone."""
+        while self._of_graphs:
+            self.pop(self._of_graphs.pop(), None)
+
+
+_RESULTS = _Results()  # of all blocks: a third of the time of a step that is like one traced before
 
 
 @contextmanager
@@ -148,10 +164,7 @@ def strides_of_kernels() -> Iterator[None]:
         try:
             yield
         finally:
-            # Of graphs, which are known by id, torch's own cache alone is told when they are gone.
-            for key in [*_RESULTS]:
-                if not isinstance(key.key[0], torch._ops.OpOverload):
-                    _RESULTS.pop(key, None)
+            _RESULTS.forget_graphs()
 
 
 def _grouped_mm(
