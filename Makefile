@@ -13,6 +13,9 @@ LOCK := .ci/lock/$(if $(filter 2.13,$(TORCH)),$(DEVICE),torch-$(TORCH)).txt
 READY := $(VENV)/.ready-$(DEVICE)
 $(if $(wildcard $(LOCK)),,$(error TORCH=$(TORCH) has no lock; there are 2.13, 2.14 and 2.15))
 
+# Sources are compiled once, wherever the environment says that each process should do so: tests start many.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help setup parity parity-full scale gpu test test-quick versions lint types bench docs dist lock clean
 .DELETE_ON_ERROR:

@@ -132,13 +132,22 @@ def _start_fork_server(session: pytest.Session) -> None:
     """Imports once what ranks need, which ``run_ranks`` forks from one server, the first that was started."""
     tests = {item.module.__name__ for item in session.items if item.get_closest_marker("multiprocess")}
     compiler = ("torch._inductor.compile_fx", "graphpasses.capture.torch_compile")
-    # What torchtitan and TorchRec import; torchtitan itself must not be imported before a rank says where it runs.
+    # What torchtitan and TorchRec import; torchtitan itself must not be imported before a rank says where it runs,
+    # nor datasets before it says where they are kept.
     slow = (
         "aiohttp",
+        "fsspec",
+        "multiprocess",
         "pandas",
         "pyarrow.dataset",
+        "requests",
+        "spmd_types",
+        "torch.distributed.pipelining.schedules",
+        "torch.export._trace",
+        "torch.utils.tensorboard",
         "torchdata.stateful_dataloader",
         "transformers.modeling_utils",
+        "tyro",
     )
     multiprocessing.get_context("forkserver").set_forkserver_preload([*sorted(tests), *compiler, *slow])
     forkserver.ensure_running()

@@ -118,6 +118,26 @@ def watched_in_other_threads(on_call: Callable[[Any], None]) -> Iterator[None]:
         yield
 
 
+class _Results(dict[Any, Any]):
+    """Fake results by operator and arguments. Those of graphs, which have an id for an argument, must not be kept."""
+
+    def __init__(self) -> None:
+        self._of_graphs: list[Any] = []
+
+    def __setitem__(self, key: Any, result: Any) -> None:
+        if not isinstance(key.key[0], torch._ops.OpOverload):
+            self._of_graphs.append(key)
+        super().__setitem__(key, result)
+
+    def forget_graphs(self) -> None:
+        """Drops those of graphs: when one is gone, torch tells its own cache alone."""
+        while self._of_graphs:
+            self.pop(self._of_graphs.pop(), None)
+
+
+_RESULTS = _Results()  # of all blocks: a third of the time of a step that is like one traced before
+
+
 @contextmanager
 def strides_of_kernels() -> Iterator[None]:
     """Gives fake results in the block the strides of the kernels, by which a ``reshape`` is a view or a copy."""
@@ -140,9 +160,12 @@ def strides_of_kernels() -> Iterator[None]:
         mock.patch.dict(op_implementations_dict, fakes),
         replace(_prims_common, "compute_elementwise_output_logical_to_physical_perm", order),
         replace(_meta_registrations, "_meta_grouped_mm_common", grouped_mm),
-        replace(FakeTensorMode, "cache", {}),  # has the others
+        replace(FakeTensorMode, "cache", _RESULTS),  # torch's has the others
     ):
-        yield
+        try:
+            yield
+        finally:
+            _RESULTS.forget_graphs()
 
 
 def _grouped_mm(

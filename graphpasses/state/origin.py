@@ -7,7 +7,7 @@ import sys
 import sysconfig
 from argparse import Namespace
 from collections import ChainMap, UserDict, UserList
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
@@ -43,6 +43,20 @@ def is_users_module(module: ModuleType | None) -> bool:
     file = names.get("__file__") or getattr(spec, "origin", None)
     name = str(names.get("__name__") or "")
     return (name == "__main__" or isinstance(file, str)) and _is_users(name, file or "")
+
+
+_LIBRARIES: set[ModuleType] = set()  # there are thousands, and few of the user's
+
+
+def users_modules() -> Iterator[ModuleType]:
+    """Yields the modules that are loaded and that the user wrote, but for those with a class of their own."""
+    for module in [*sys.modules.values()]:
+        if type(module) is not ModuleType or module in _LIBRARIES:
+            continue
+        if is_users_module(module):
+            yield module
+        elif isinstance(vars(module).get("__file__"), str):  # it is as it stays
+            _LIBRARIES.add(module)
 
 
 # Python's own classes whose objects users make for settings; those of others keep caches and counts.

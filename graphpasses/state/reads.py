@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import inspect
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
@@ -20,7 +19,7 @@ from graphpasses.errors import CaptureError
 from graphpasses.identity import walk_modules
 from graphpasses.state.calls import calls_watched
 from graphpasses.state.keys import MISSING, attributes_of, key_of
-from graphpasses.state.origin import is_torchs, is_users, is_users_code, is_users_module
+from graphpasses.state.origin import is_torchs, is_users, is_users_code, users_modules
 from graphpasses.state.outside import Outside, refuse_iterator
 from graphpasses.state.slots import Difference, Owner, Slot, read
 
@@ -105,12 +104,11 @@ class Reads:
     def _begin(self) -> None:
         self._watch(nn.Module)
         self._watch(module_kind := type("module", (ModuleType,), {}))
-        for library in [*sys.modules.values()]:
-            if type(library) is ModuleType and is_users_module(library):
-                owner = self._outside.owner(vars(library), library.__name__.rpartition(".")[2])
-                self._watch_object(library, owner)
-                self._stack.callback(setattr, library, "__class__", ModuleType)
-                library.__class__ = module_kind
+        for library in users_modules():
+            owner = self._outside.owner(vars(library), library.__name__.rpartition(".")[2])
+            self._watch_object(library, owner)
+            self._stack.callback(setattr, library, "__class__", ModuleType)
+            library.__class__ = module_kind
         open_ = self._outside.open
         for module in self._model.modules():
             open_(type(module).__name__, type(module))

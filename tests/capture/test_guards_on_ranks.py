@@ -23,7 +23,7 @@ from tests.helpers.models import make_mesh, same_bits
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         for layer in self.layers:

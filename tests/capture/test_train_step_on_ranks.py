@@ -64,12 +64,12 @@ def compile_step(case: Case, model: nn.Module, eager: nn.Module) -> tuple[TrainG
     )
     is_kept = unrounded_gradients.KEEPS_GRADIENT_DTYPES and not case.is_rounded
     with mock.patch.object(unrounded_gradients, "KEEPS_GRADIENT_DTYPES", is_kept):
-        # On four ranks other files compare captures with eager, but for those over tensor parallelism.
+        # On four ranks other files compare captures with eager, and prove, but for those over tensor parallelism.
         check = case.num_ranks == 2 or case.tensor_parallel
         captured = capture_train_step(next_token_loss, model, *case.batch(0), check=check)
     expected_layout = None if case.disable or case.is_reversed else eager_layout(eager)
     pipeline = default_pipeline(plan_of(case, eager), expected_layout=expected_layout, disable=case.disable)
-    return captured, pipeline.run(captured)
+    return captured, pipeline.run(captured, prove=None if check else False)
 
 
 def train(case: Case) -> Outcome:

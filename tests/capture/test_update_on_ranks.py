@@ -114,7 +114,8 @@ def different_state(a: Optimizer, b: Optimizer) -> list[str]:
 def compile_step(
     training: Training, model: nn.Module, eager: nn.Module, optimizer: Optimizer, batch: Batch
 ) -> CapturedStep:
-    captured = capture_train_step(next_token_loss, model, *batch, optimizer=optimizer, clip_norm=training.clip_norm)
+    options: dict[str, Any] = {"clip_norm": training.clip_norm, "check": training.num_ranks == 2}
+    captured = capture_train_step(next_token_loss, model, *batch, optimizer=optimizer, **options)
     if training.is_simple:
         plan = BucketPlan.from_fully_shard(eager)
         return default_pipeline(plan, expected_layout=eager_layout(eager)).run(captured)

@@ -2,8 +2,8 @@
 
 In a page, a code block after ``<!-- example: FILE -->`` is written to that file. A block after ``<!-- output -->``
 begins with ``$ COMMAND``; the command must print the rest of the block. ``EXPECTTEST_ACCEPT=1`` writes what it
-printed into the page. The commands of the pages that come first, and one of torchrun, are started as a reader
-starts them; others are forked from a process that has imported torch.
+printed into the page. The quickstart's command, and one of torchrun, are started as a reader starts them; others are
+forked from a process that has imported torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PAGES = [
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
     if BLOCK.search(page.read_text())
 ]
-FIRST_PAGES = [ROOT / "README.md", ROOT / "docs" / "quickstart.md"]
+FIRST_PAGE = ROOT / "docs" / "quickstart.md"
 TORCHRUN_ITSELF = "torchrun --nproc-per-node 2 microbatches.py"
 RUNNERS = {
     "torchrun": ("-m", "torch.distributed.run"),
@@ -135,7 +135,7 @@ def comparable(text: str) -> list[str]:
     [
         pytest.param(
             page,
-            marks=[] if page in FIRST_PAGES else [pytest.mark.multiprocess],
+            marks=[] if page == FIRST_PAGE else [pytest.mark.multiprocess],
             id=str(page.relative_to(ROOT)),
         )
         for page in PAGES
@@ -155,7 +155,7 @@ def test_examples_print_what_the_page_shows(page: Path, tmp_path: Path) -> None:
         command = first.removeprefix("$ ")
         assert command != first, f"{page.name}: an output begins with $ and the command, got {first!r}"
         unused -= set(shlex.split(command))
-        is_forked = page not in FIRST_PAGES and command != TORCHRUN_ITSELF
+        is_forked = page != FIRST_PAGE and command != TORCHRUN_ITSELF
         printed = (run_forked if is_forked else run)(command, tmp_path)
         if os.environ.get("EXPECTTEST_ACCEPT"):
             lines = "".join(f"{line.rstrip()}\n" for line in printed.splitlines() if line.strip())

@@ -254,11 +254,11 @@ def make_parallel_meshes(num_ranks: int = 4, *, hybrid: bool = False) -> tuple[D
 
 
 def captured_over_tensor_parallel(model: nn.Module, *, hybrid: bool = False, **options: Any) -> TrainGraph:
-    """Captures the step of :class:`Parallel` under SimpleFSDP over tensor parallelism."""
+    """Captures the step of :class:`Parallel` under SimpleFSDP over tensor parallelism, unchecked."""
     data_mesh, tensor_mesh = make_parallel_meshes(dist.get_world_size(), hybrid=hybrid)
     options = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16, **options}
     simple_fsdp(parallelize(model, tensor_mesh), data_mesh, **options)
-    return capture_train_step(next_token_loss, model, *even_token_batch())
+    return capture_train_step(next_token_loss, model, *even_token_batch(), check=False)
 
 
 def frozen() -> LanguageModel:
@@ -303,10 +303,10 @@ def make_mesh(num_ranks: int = 4, *, hybrid: bool = False) -> DeviceMesh:
 
 
 def captured_fsdp(model: nn.Module, *, hybrid: bool = False, **options: Any) -> TrainGraph:
-    """Captures a language model's step under SimpleFSDP; a process group must be there."""
+    """Captures a language model's step under SimpleFSDP, unchecked; a process group must be there."""
     options = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16, **options}
     simple_fsdp(model, make_mesh(hybrid=hybrid), **options)
-    return capture_train_step(next_token_loss, model, *token_batch())
+    return capture_train_step(next_token_loss, model, *token_batch(), check=False)
 
 
 _CAPTURED: dict[object, TrainGraph] = {}

@@ -156,12 +156,12 @@ def test_a_pipeline_reports_them_if_asked(step: TrainGraph) -> None:
 
 
 def test_layers_of_a_model_look_alike() -> None:
-    """Every rewrite is shown, and there are as many hunks for ten layers as for five."""
+    """Every rewrite is shown, and there are as many hunks for six layers as for three."""
     counts = []
-    for num_blocks in (5, 10):
+    for num_blocks in (3, 6):
         with on_fake_ranks(LanguageModel(num_blocks=num_blocks)) as captured:
             plan = BucketPlan.from_modules([[f"layers.{index}"] for index in range(num_blocks)])
-            report = default_pipeline(plan).run(captured, graph_diff=True).report
+            report = default_pipeline(plan).run(captured, graph_diff=True, prove=False).report
         counts.append([len(each.graph_diff) for each in report])
         assert [each.num_left_out for each in report] == [0] * len(report.passes)
         bucketed = report["bucket-fsdp-collectives"]

@@ -348,18 +348,20 @@ def test_uuid_follows_every_source_that_a_pass_runs(tmp_path: Path, monkeypatch:
 def test_uuid_follows_the_sources_of_graphpasses(tmp_path: Path) -> None:
     """An edited file of graphpasses, here another than the pass's own, gives its passes other digests."""
     copied = tmp_path / "graphpasses"
-    shutil.copytree(next(iter(graphpasses.__path__)), copied, ignore=shutil.ignore_patterns("__pycache__"))
-    code = "from graphpasses.passes import PrefetchCollectives; print(PrefetchCollectives().uuid())"
-
-    def uuid() -> str:
-        run = (sys.executable, "-c", code)
-        return subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-
-    before = uuid()
-    assert before == f"{PrefetchCollectives().uuid()}\n"
+    shutil.copytree(next(iter(graphpasses.__path__)), copied, ignore=shutil.ignore_patterns("*.pyc.*"))
     helper = copied / "analysis" / "levels.py"
-    helper.write_text(f"{helper.read_text()}# edited\n")
-    assert uuid() != before
+    code = f"""
+from graphpasses.passes import PrefetchCollectives, runner
+print(PrefetchCollectives().uuid())
+with open({str(helper)!r}, "a") as helper:
+    helper.write("# edited")
+runner._digest_of_sources.cache_clear()  # as in another process
+print(PrefetchCollectives().uuid())
+"""
+    run = (sys.executable, "-c", code)
+    before, after = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.split()
+    assert before == PrefetchCollectives().uuid()
+    assert after != before
 
 
 def test_report_of_an_unknown_pass(step: TrainGraph) -> None:

@@ -10,6 +10,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -55,6 +56,7 @@ def forget() -> Iterator[None]:
     before = list(sys.path)
     yield
     sys.path[:] = before
+    origin._LIBRARIES.clear()
     for each in (origin._is_users, origin._folders, origin._distributions):
         each.cache_clear()
 
@@ -152,3 +154,17 @@ def test_the_constructor_of_a_named_tuple_is_pythons() -> None:
     assert not origin.is_users(Point.__new__)  # else all objects of the process are searched for its functions
     exec("def mine(): ...", made := {"__name__": "mine"})
     assert origin.is_users(made["mine"])
+
+
+def test_modules_of_the_user_are_found_each_time() -> None:
+    """Those of libraries are remembered, the user's not: one may come, and another may have its name."""
+    first, second = (ModuleType("mine_of_this_test") for _ in range(2))
+    for module in (first, second):
+        module.__file__ = "/home/me/mine_of_this_test.py"
+        sys.modules[module.__name__] = module
+        found = [*origin.users_modules()]
+        assert module in found
+        assert torch not in found
+        assert torch in origin._LIBRARIES
+    assert first not in found
+    del sys.modules[first.__name__]

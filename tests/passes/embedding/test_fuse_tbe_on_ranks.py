@@ -47,7 +47,7 @@ def other_sizes() -> tuple[list[bool], tuple[str, ...]]:
     case = Case(Towers, [plans.column_wise(ranks=[0, 1])], batch_of_other_sizes, torch.optim.Adagrad)
     eager, model = case.sharded(), case.sharded()
     report = gp.CompileReport()
-    compiled = gp.compile(model, inner="aot_eager", fullgraph=True, report=report)
+    compiled = gp.compile(model, inner="aot_eager", fullgraph=True, report=report, prove=False)
     equal = []
     for step in range(2):
         for call in (eager, compiled):
@@ -75,7 +75,7 @@ def checks() -> Checks:
     case = Case(Towers, [plans.table_wise(rank=0), plans.row_wise()], batch, torch.optim.Adagrad)
     eager, model = case.sharded(), case.sharded()
     report = gp.CompileReport()
-    runs = (eager, eager), (gp.compile(model, inner="aot_eager", fullgraph=True, report=report), model)
+    runs = (eager, eager), (gp.compile(model, inner="aot_eager", fullgraph=True, report=report, prove=False), model)
     equal, num_graphs = [], []
     for step in range(4):
         for call, each in runs:

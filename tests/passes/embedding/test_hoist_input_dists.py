@@ -126,6 +126,7 @@ class Compiled:
             inner="aot_eager",
             fullgraph=True,
             report=self.backend,
+            prove=False,
         )
 
     def __call__(self, *args: Any) -> Any:

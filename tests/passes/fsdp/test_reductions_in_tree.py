@@ -44,8 +44,7 @@ def train(model: nn.Module, step: Any = None, *, updates: bool = True) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("accumulate", [None, torch.float32], ids=str)
+@pytest.mark.parametrize(("shape", "accumulate"), [((4,), None), ((2, 2), torch.float32)], ids=str)
 def test_simple_fsdp_has_eager_s_bits(shape: tuple[int, ...], accumulate: torch.dtype | None) -> None:
     """Captured with averages, whose order NCCL decides, and packed for trees."""
 
@@ -72,7 +71,7 @@ def test_a_step_updates_in_backward(shape: tuple[int, ...]) -> None:
     def both() -> tuple[str, str, int, int]:
         eager, model = built(shape), built(shape)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        captured = gp.capture_train_step(loss_fn, model, *token_batch(0), optimizer=optimizer)
+        captured = gp.capture_train_step(loss_fn, model, *token_batch(0), optimizer=optimizer, check=False)
         step = gp.default_pipeline().run(captured)
         moved = (step.report[name].num_rewrites for name in ("prefetch-collectives", "update-in-backward"))
         return train(eager), train(model, step, updates=False), *moved
@@ -129,7 +128,7 @@ def summed(shape: Sequence[int]) -> nn.Module:
 def capture_simple() -> Any:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("shards",))
     model = gp.simple_fsdp(built(num_blocks=2), mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    return gp.capture_train_step(loss_fn, model, *token_batch(0))
+    return gp.capture_train_step(loss_fn, model, *token_batch(0), check=False)
 
 
 @pytest.mark.usefixtures("ranks")
