@@ -147,9 +147,10 @@ class BatchStructure:
 
     def fresh(self, batch: Sequence[Any]) -> list[Any]:
         """Returns a batch whose containers are made anew: libraries' keep what they compute, and code changes all."""
-        return [child._renewed(value) for child, value in zip(self.children, batch, strict=True)]
+        return [child.renewed(value) for child, value in zip(self.children, batch, strict=True)]
 
-    def _renewed(self, value: Any) -> Any:
+    def renewed(self, value: Any) -> Any:
+        """Returns a value of this structure, its containers made anew, in the order of its own keys."""
         if self.kind is None:
             return value
         if self.is_of_library:
@@ -158,7 +159,7 @@ class BatchStructure:
         if type(value) is not self.kind or opened is None or opened[0].keys() != children.keys():
             self.leaves(value)  # which raises
         assert opened is not None
-        items = {key: children[key]._renewed(item) for key, item in opened[0].items()}  # in the order of the caller's
+        items = {key: children[key].renewed(item) for key, item in opened[0].items()}  # in the order of the caller's
         return replace(self, spec=opened[1]).make(items)
 
     @property
