@@ -19,6 +19,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphpasses._torch import pytree
@@ -58,6 +59,34 @@ def _bernoulli(x: Tensor, p: float, *, generator: torch.Generator | None = None)
     return torch.empty_like(x).bernoulli_(p, generator=generator)
 
 
+def _keep_strides(
+    mode: FunctionalTensorMode, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+) -> Any:
+    """Calls an operator as AOTAutograd does; what it writes in place keeps its strides, as in eager.
+
+    A functional form gives a new tensor, in strides of its own, by which later kernels round otherwise.
+    """
+    result = _DISPATCH(mode, func, types, args, kwargs)
+    if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
+        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+        given |= kwargs or {}
+        written = [given.get(each.name) for each in func._schema.arguments if each.is_write]
+        for tensor in pytree.tree_leaves(written):
+            if isinstance(tensor, FunctionalTensor) and tensor.is_base_tensor():
+                _keep_strides_of(tensor)
+    return result
+
+
+def _keep_strides_of(tensor: FunctionalTensor) -> None:
+    now = torch._from_functional_tensor(tensor.elem)
+    if now.shape == tensor.shape and now.stride() != tensor.stride():
+        empty = torch.empty_strided(now.shape, tensor.stride(), dtype=now.dtype, device=now.device)
+        tensor.replace_(torch.ops.aten.copy(empty, now))
+        tensor.commit_update()
+        tensor.sync()
+
+
+_DISPATCH: Any = FunctionalTensorMode.__torch_dispatch__
 _ASKS = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling, torch._utils.is_compiling
 _PREPARED = {"torch", "torchrec", "fbgemm_gpu", "graphpasses"}  # compute the same where they are compiled
 
@@ -86,7 +115,11 @@ def operators_of_eager(note: Callable[[str], None]) -> Iterator[None]:
             if overload is torch.ops.aten.dropout.default:
                 overload.py_kernels[key] = _dropout
             overload._dispatch_cache.clear()
-        with config.patch(enable_dynamo_decompositions=False), mock.patch.dict(handlers, eager, clear=True):
+        with (
+            config.patch(enable_dynamo_decompositions=False),
+            mock.patch.dict(handlers, eager, clear=True),
+            mock.patch.object(FunctionalTensorMode, "__torch_dispatch__", _keep_strides),
+        ):
             yield
     finally:
         for overload, key, kernel in removed:

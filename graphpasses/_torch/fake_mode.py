@@ -152,6 +152,7 @@ def strides_of_kernels() -> Iterator[None]:
         for operator in (aten.view.default, aten._unsafe_view.default)
     }
     fakes[aten.constant_pad_nd.default] = _constant_pad_nd
+    fakes[aten.rrelu_with_noise.default] = fakes[aten.rrelu_with_noise_functional.default] = _rrelu
     replace: Any = mock.patch.object
     order = functools.partial(_dim_order, _prims_common.compute_elementwise_output_logical_to_physical_perm)
     grouped_mm = functools.partial(_grouped_mm, _meta_registrations._meta_grouped_mm_common)
@@ -197,6 +198,14 @@ def _constant_pad_nd(mode: FakeTensorMode, _: Any, tensor: FakeTensor, pad: Any,
         return NotImplemented
     with mode:
         return _refs.constant_pad_nd(tensor, pad, *value)
+
+
+def _rrelu(mode: FakeTensorMode, operator: Any, tensor: torch.Tensor, noise: torch.Tensor, *_: Any, **__: Any) -> Any:
+    """Returns a contiguous tensor, as the kernel does; torch's fake keeps strides."""
+    with mode:
+        result = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        is_functional = operator == aten.rrelu_with_noise_functional.default
+        return (result, torch.empty_like(noise)) if is_functional else result
 
 
 def _dim_order(torchs: Callable[..., tuple[list[int], bool]], *tensors: Any, **options: Any) -> Any:

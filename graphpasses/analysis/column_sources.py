@@ -88,7 +88,9 @@ def _taken(node: fx.Node) -> ColumnRange | None:
         return None
     if node.target == aten.slice.Tensor and node.args[1:2] == (1,) and len(node.args) < 5:
         width = _num_columns(source)
-        return None if width is None else ColumnRange(source, *slice(*node.args[2:]).indices(width)[:2])
+        if width is None or any(isinstance(bound, fx.Node) for bound in node.args[2:]):
+            return None
+        return ColumnRange(source, *slice(*node.args[2:]).indices(width)[:2])
     tensor = _first(source)
     is_split = node.target is operator.getitem and source.target == aten.split_with_sizes.default
     if not is_split or tensor is None or source.args[2:] != (1,):

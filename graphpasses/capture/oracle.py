@@ -117,7 +117,7 @@ def check_step(
             for generator, state in seeds:
                 generator.set_state(state)
             with agreed():
-                ours = run_step(model, lambda: step(*batch))
+                ours = run_step(model, lambda: step(*step.batch_structure.fresh(batch)))
                 for name, value in theirs.items():
                     other = ours.get(name)
                     if value is not other and (value is None or other is None or not same_bits(value, other)):

@@ -36,7 +36,7 @@ def check_on_batch(loss_fn: Callable[..., torch.Tensor], step: CapturedStep, bat
     with agreed():
         theirs = _results(step, batch, lambda: _eager(loss_fn, step, batch))
     with agreed():
-        ours = _results(step, batch, lambda: step.run(*batch))
+        ours = _results(step, batch, lambda: step.run(*step.batch_structure.fresh(batch)))
     with agreed():
         for name in {**theirs, **ours}:
             one, other = theirs.get(name), ours.get(name)

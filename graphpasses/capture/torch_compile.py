@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -16,6 +16,7 @@ from torch import fx, nn
 from graphpasses._torch.aot_autograd import Stages, compile_aot_eager, compile_inductor, operators_of_eager
 from graphpasses._torch.compile_backend import Backend
 from graphpasses._torch.dynamo import guard_condition
+from graphpasses._torch.fake_mode import strides_of_kernels
 from graphpasses._torch.module_hooks import global_hook_ids, hook_ids
 from graphpasses.analysis.backward import backward_nodes
 from graphpasses.analysis.effects import launches_collective
@@ -102,8 +103,10 @@ def _wrap(root: Any, compiled: Callable[..., Any], keywords: Mapping[str, Any]) 
 @contextmanager
 def _while_tracing() -> Iterator[None]:
     call = CompiledCall.running()
-    keeps_bits = call is not None and call.options.keeps_bits
-    with fake_kernels_if_loaded(), operators_of_eager(call.note) if call and keeps_bits else nullcontext():
+    with fake_kernels_if_loaded(), ExitStack() as stack:
+        if call is not None and call.options.keeps_bits:
+            stack.enter_context(strides_of_kernels())
+            stack.enter_context(operators_of_eager(call.note))
         yield
 
 

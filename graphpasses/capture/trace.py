@@ -54,6 +54,7 @@ class Trace:
     calls: list[Operator]  # the operators that were called, in order, if they were recorded
     left: list[str]  # FQNs of the buffers and attributes in which it leaves tensors: outputs before the marks
     marks: Marks  # where FSDP2 may keep gradients unreduced: the last outputs of the traced function
+    taken: Sequence[tuple[Any, ...]]  # by which keys of the batch what ``loss_fn`` takes out of it is reached
     held: Collection[str]  # FQNs of what the user's code also read by references beside the model
 
 
@@ -78,6 +79,7 @@ def trace_step(
     held: set[str] = set()
     records: list[OperatorCalls] = []
     left_in: list[str] = []
+    taken: list[tuple[Any, ...]] = []
     marks = Marks()
     random_calls, reads = RandomCalls(), Reads(model, loss_fn)
     decisions = Decisions(model, list(zip(structure.paths, leaves, strict=True)), varying)
@@ -116,7 +118,10 @@ def trace_step(
                 reads.running(),
                 record,
             ):
-                loss = loss_fn(first_model(model), *structure.build(args))
+                batch = structure.build(args)
+                containers = structure.containers(batch)[1:]
+                loss = loss_fn(first_model(model), *batch)
+            taken[:] = [keys for container in containers for keys in container.taken()]
             if different := {fqn for fqn, _ in named_state(model)} ^ own.keys():
                 raise CaptureError(
                     f"loss_fn makes or removes {min(different)!r}, a parameter or buffer, and a captured step would "
@@ -160,7 +165,7 @@ def trace_step(
     finally:
         for record in reversed(records):
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
-    return Trace(traced, reads, decisions.guards, random_calls, records[0].calls, left_in, marks, held)
+    return Trace(traced, reads, decisions.guards, random_calls, records[0].calls, left_in, marks, taken, held)
 
 
 def _trace_until_settled(reads: Reads, trace: Callable[[], TracedFunction]) -> TracedFunction:

@@ -164,7 +164,7 @@ def _capture(
     step = read_step(
         trace.result,
         model,
-        structure,
+        replace(structure, taken=tuple(trace.taken)),
         [*zip(structure.paths, fake_copies(leaves), strict=True)],
         trace.marks,
         left=trace.left,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,6 +42,29 @@ class Containers:
 AS_PYTREE_SAYS = Containers()
 
 
+class Container(NamedTuple):
+    """A container of a batch before ``loss_fn`` runs."""
+
+    path: str
+    keys: tuple[Any, ...]  # by which it is reached
+    value: Any
+    items: Mapping[Any, Any]
+
+    def taken(self) -> list[tuple[Any, ...]]:
+        """Returns by which keys the items are reached that ``loss_fn`` took out; raises if it put others in."""
+        opened = _open(self.value, AS_PYTREE_SAYS)
+        now = {} if opened is None else opened[0]
+        other = [key for key in now if key not in self.items or now[key] is not self.items[key]]
+        gone = [key for key in self.items if key not in now]
+        if other or (gone and not isinstance(self.value, Mapping)):
+            raise CaptureError(
+                f"loss_fn changes {self.path}{_accessor(self.value, (other or gone)[0])} in the batch, and a "
+                "captured step would not. Let it change a copy, as dict(batch); set what is read after the step as "
+                "an attribute of a module, which the step sets, too"
+            )
+        return [(*self.keys, key) for key in gone]
+
+
 @dataclass(frozen=True)
 class BatchStructure:
     """A leaf of a batch, or a container with the structures of its items.
@@ -57,6 +80,8 @@ class BatchStructure:
     # How pytree makes the container from its items; None for mappings and dataclasses that it does not know.
     spec: pytree.TreeSpec | None = None
     library: Containers = AS_PYTREE_SAYS  # whose container it is
+    # Of a whole batch, by which keys the items are reached that loss_fn takes out of mappings, as `pop` does.
+    taken: tuple[tuple[Any, ...], ...] = ()
 
     @classmethod
     def of(cls, value: Any, *libraries: Containers, path: str = "batch") -> BatchStructure:
@@ -121,21 +146,46 @@ class BatchStructure:
         return self.make({key: child.build(rest) for key, child in zip(self.keys, self.children, strict=True)})
 
     def fresh(self, batch: Sequence[Any]) -> list[Any]:
-        """Returns a batch in which libraries' containers are made anew: they keep what they compute."""
-        return [
-            child.build(child.leaves(value)) if child.is_made_anew else value
-            for child, value in zip(self.children, batch, strict=True)
-        ]
+        """Returns a batch whose containers are made anew: libraries' keep what they compute, and code changes all."""
+        return [child.renewed(value) for child, value in zip(self.children, batch, strict=True)]
+
+    def renewed(self, value: Any) -> Any:
+        """Returns a value of this structure, its containers made anew, in the order of its own keys."""
+        if self.kind is None:
+            return value
+        if self.is_of_library:
+            return self.build(self.leaves(value))
+        opened, children = _open(value, self.library), dict(zip(self.keys, self.children, strict=True))
+        if type(value) is not self.kind or opened is None or opened[0].keys() != children.keys():
+            self.leaves(value)  # which raises
+        assert opened is not None
+        items = {key: children[key].renewed(item) for key, item in opened[0].items()}  # in the order of the caller's
+        return replace(self, spec=opened[1]).make(items)
 
     @property
     def is_of_library(self) -> bool:
         """Whether it is a container of which a library says more than pytree does."""
         return self.library is not AS_PYTREE_SAYS
 
-    @property
-    def is_made_anew(self) -> bool:
-        """Whether such a container is in it."""
-        return self.is_of_library or any(child.is_made_anew for child in self.children)
+    def containers(self, value: Any, keys: tuple[Any, ...] = ()) -> list[Container]:
+        """Returns the containers of a batch, what they hold, and by which keys they are reached."""
+        opened = None if self.kind is None or self.is_of_library else _open(value, self.library)
+        if opened is None:
+            return []
+        found = [Container(self.path, keys, value, opened[0])]
+        for key, child in zip(self.keys, self.children, strict=True):
+            found += child.containers(opened[0][key], (*keys, key))
+        return found
+
+    def take(self, batch: Sequence[Any]) -> None:
+        """Removes from a batch's mappings what ``loss_fn`` takes out of them."""
+        for *keys, last in self.taken:
+            mapping: Any = batch
+            for key in keys:
+                opened = _open(mapping, AS_PYTREE_SAYS)
+                assert opened is not None
+                mapping = opened[0][key]
+            del mapping[last]
 
     def make(self, items: Mapping[Any, Any]) -> Any:
         assert self.kind is not None

@@ -183,8 +183,7 @@ class CapturedStep(TrainGraph):
         tensors = self.snapshot.check(self.model)
         leaves = self.batch_structure.leaves(batch)
         check_leaves(leaves, self.batch_leaves, self.varying)
-        fresh = self.batch_structure.fresh(batch)
-        step = self._cache.fitting(tuple(fresh), partial(self._value, leaves=leaves))
+        step = self._cache.fitting(batch, partial(self._value, leaves=leaves))
         if step is not self:
             tensors = step.snapshot.check(self.model)
         step = step.cut_steps.fitting(step, waiting)
@@ -193,6 +192,7 @@ class CapturedStep(TrainGraph):
         )
         loss = step.run_unchecked(tensors, leaves, pending, is_updatable=is_updatable)
         self.cut_steps.accumulators.clear(pending)
+        step.batch_structure.take(batch)
         return loss
 
     def _reshard(self) -> None:

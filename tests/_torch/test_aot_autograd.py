@@ -37,8 +37,10 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
         lambda x: F.interpolate(x, scale_factor=1.7, mode="bilinear"),
         lambda x: F.dropout(x.bfloat16().permute(1, 3, 2, 0), 0.3).contiguous(),
         lambda x: x * torch.empty_like(x.mT).bernoulli_(0.5).mT,
+        lambda x: F.softplus(x.reshape(10, 21).mul(1).unsafe_chunk(3, 1)[1].mul_(2)),
+        lambda x: F.logsigmoid(F.silu(x.flatten()[:80].view(10, 8).mul(1).T)),
     ],
-    ids=["addcdiv", "addcmul", "bilinear", "dropout", "bernoulli"],
+    ids=["addcdiv", "addcmul", "bilinear", "dropout", "bernoulli", "written in place", "strides of kernels"],
 )
 def test_operators_are_eagers(function: Any, dynamic: bool) -> None:
     eager = results(function)

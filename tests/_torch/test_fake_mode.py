@@ -75,6 +75,16 @@ def test_sums_of_contiguous_tensors_are_contiguous() -> None:
     assert (x + x).stride() == (3, 1, 1, 1)
 
 
+def test_rrelu_is_contiguous() -> None:
+    strides = []
+    x = torch.ones(3, 2).T
+    for scope in (nullcontext, strides_of_kernels):
+        with FakeTensorMode() as mode, scope():
+            strides.append(torch.rrelu(mode.from_tensor(x), training=True).stride())
+    assert strides == [(1, 2), (3, 1)]
+    assert torch.rrelu(x, training=True).stride() == (3, 1)
+
+
 LATER = {aten.native_layer_norm_backward.default: (2, 3, 1)}
 """Shapes of all tensors but the first two."""
 CORRECTED = fake_mode._LIKE_FIRST | fake_mode._CONTIGUOUS | fake_mode._IN_FORMAT_OF.keys()

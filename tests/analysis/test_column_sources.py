@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphpasses.analysis.column_sources import ColumnSources
@@ -54,3 +54,20 @@ def test_what_is_computed_or_cast_is_a_source() -> None:
     assert computed == [("mul", 0, 3)]
     assert cast == [("cat", 0, 6)]
     assert vector == []  # it has no columns
+
+
+def test_columns_from_a_place_that_varies_are_a_source() -> None:
+    graph = make_fx(lambda a: [a[:, 1:]])(torch.ones(4, 3)).graph
+    a, taken, _ = graph.nodes
+    with graph.inserting_before(taken):
+        start = graph.placeholder("start")
+
+    def tensors() -> list[fx.Node]:
+        sources = ColumnSources()
+        for node in graph.nodes:
+            sources.read(node)
+        return [each.tensor for each in sources.ranges([taken]) or ()]
+
+    assert tensors() == [a]
+    taken.update_arg(2, start)
+    assert tensors() == [taken]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -189,6 +190,39 @@ def test_keys_in_another_order() -> None:
 def test_another_structure(batch: Any, message: str) -> None:
     step = captured(nested(X), lambda model, batch: model(batch["b"]["x"]).sum())
     assert refused(lambda: step(batch)) == f"{message}; capture a step for this structure"
+
+
+def test_what_loss_fn_takes_out_of_the_batch() -> None:
+    def loss_fn(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        target = batch["a"][0].pop("x")
+        return (model(batch["b"].pop("x")) - target.sum()).square().mean()
+
+    batch = nested(X)
+    step = captured(batch, loss_fn)
+    assert batch["b"].keys() == {"x"}
+    assert not same_bits(step(nested(Y)), step(batch))
+    assert batch == {"a": [{"y": 2.0}], "b": {}}
+    step.check(nested(Y))
+    assert refused(lambda: step(batch)).startswith("batch[0]['a'][0] lacks ['x']")
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda batch: batch.update(z=X), "batch[0]['z']"),
+        (lambda batch: batch.update(b=dict(batch["b"])), "batch[0]['b']"),
+        (lambda batch: batch["a"].pop(), "batch[0]['a'][0]"),
+        (lambda batch: batch["b"].__setitem__("x", batch["b"]["x"] * 1), "batch[0]['b']['x']"),
+    ],
+)
+def test_what_loss_fn_puts_into_the_batch(change: Callable[[Any], Any], where: str) -> None:
+    def loss_fn(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        x = batch["b"]["x"]
+        change(batch)
+        return model(x).sum()
+
+    with pytest.raises(CaptureError, match=re.escape(f"loss_fn changes {where} in the batch")):
+        captured(nested(X), loss_fn)
 
 
 def test_another_number_of_arguments() -> None:
