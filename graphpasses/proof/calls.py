@@ -55,7 +55,8 @@ class Calls(Memory):
 
     def opaque(self, node: fx.Node, fake: Any, key: Hashable, part: int | None = None) -> Result:
         """Returns a value into which no rule looks, known by one of its rows where only their number varies."""
-        view = None if node in self._facts.guessed else View.of(fake)
+        is_sure = isinstance(fake, torch.Tensor) and node not in self._facts.guessed
+        view = View.of(fake) if is_sure and type(fake.shape[0] if fake.dim() else 0) is not int else None
         shape = None if view is None else row_shape(view)
         if view is None or shape is None:
             return super().opaque(node, fake, key, part)

@@ -331,11 +331,11 @@ class Evaluation(Calls):
 
     def _note_columns(self, node: fx.Node, result: Any) -> None:
         """Notes a tensor in which columns for one rank follow those for another."""
+        if node.target != JOIN_BAGS and all(user.target not in (ALL_TO_ALL, PACK) for user in node.users):
+            return
         args, _ = self._arguments(node)
         if node.target == JOIN_BAGS:
             self._sizes.join_bags([self._facts[each] for each in args[1]], args[2], self._facts[node][1])
-        if all(user.target not in (ALL_TO_ALL, PACK) for user in node.users):
-            return
         if node.target == PACK_POOLED_EMBEDDINGS:
             pieces, nums = iter(args[0]), args[1]
             by_rank = [[*itertools.islice(pieces, num)] for num in nums]
