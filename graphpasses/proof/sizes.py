@@ -39,7 +39,10 @@ _MAX_READINGS = 16
 _Place = tuple[tuple[int, int], ...]  # what stands at one place for each rank: a source, and which of its elements
 _ByRank = tuple[_Place, ...]  # likewise what goes to each rank
 _Tell = tuple[Term, ...] | None  # what each rank's size at a place is known as
-_UNCLEAR: tuple[_Tell, ...] = (None, ())
+
+
+class _UnclearError(Exception):
+    """What travels as one may be too many things."""
 
 
 class Sizes:
@@ -186,10 +189,15 @@ class Sizes:
             places = zip(by_rank, starts, ends, parts, strict=True)
             if all(each[start:end] == part for each, start, end, part in places):
                 found |= {(*tells, *others) for others in parse(number + 1, ends)}
-            return frozenset(found) if len(found) <= _MAX_READINGS else frozenset({_UNCLEAR})
+            if len(found) > _MAX_READINGS:
+                raise _UnclearError
+            return frozenset(found)
 
-        readings = parse(0, (0,) * len(by_rank))
-        if not readings or _UNCLEAR in readings:
+        try:
+            readings = parse(0, (0,) * len(by_rank))
+        except _UnclearError:
+            readings = frozenset()
+        if not readings:
             return [None] * len(by_rank[own])
         return [tells[0] if len({*tells}) == 1 else None for tells in zip(*readings, strict=True)]
 

@@ -12,12 +12,14 @@ from torch import Tensor
 import graphpasses as gp
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses._torch.symbols import unify_sizes
+from graphpasses.agreement import Told
 from graphpasses.graph import TrainGraph
 from graphpasses.ops.pack_all_to_all import UNPACK
 from graphpasses.ops.size_tensor import SIZE_TENSOR
 from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import BucketAllToAll, DeduplicateSizes, FuseSizeTensors
 from graphpasses.passes.runner import GraphPass, Pipeline
+from graphpasses.proof.core.values import Piece, Value
 from graphpasses.proof.rows import RowValues
 from graphpasses.proof.sizes import Sizes, unpacked
 from tests.helpers.all_to_alls import capture, exchange
@@ -149,3 +151,27 @@ def test_ranks_that_were_asked() -> None:
     for right, wrong in run_ranks(asked, 2):
         assert all(right), right
         assert not any(wrong), wrong
+
+
+@pytest.mark.parametrize("num_alike", [3, 40])
+def test_what_may_be_many_things_is_known_by_its_place(num_alike: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of launches that send the same some travel as one, and the other rank sends in each another size."""
+    monkeypatch.setattr("graphpasses.proof.sizes.is_alone", lambda group: False)
+    values, names = RowValues(), tuple(f"launch {index}" for index in range(num_alike))
+    source = values.source(("input",), 3)
+    said = [[[[rank * index], [1, 2]] for index in range(num_alike)] for rank in range(2)]
+
+    def sent(*numbers: int) -> Value:
+        pieces = tuple(Piece(index, (), source, number) for index, number in enumerate(numbers))
+        return values.moved(torch.int64, (len(numbers),), pieces)
+
+    with fake_process_group(2):
+        group = dist.group.WORLD.group_name
+        sizes = Sizes(values, {group: Told(names, said)})
+        of_each = [sizes.brought(name, sent(0, 1, 2), [1, 1], [1, 2], group) for name in names]
+        sizes.begin_second()
+        found = sizes.brought("", sent(0, 0, 1, 2, 1, 2), [2, 2], [2, 4], group)
+    assert found is not None
+    assert found.pieces is not None
+    from_other = {piece.source for each in of_each if each is not None for piece in each.pieces or ()}
+    assert from_other.isdisjoint(piece.source for piece in found.pieces if piece.source != source)
