@@ -141,10 +141,15 @@ def _answer(note: Callable[[str], None], answer: Callable[..., Any], variable: A
     return answer(variable, tx, *args)
 
 
-def compile_aot_eager(module: fx.GraphModule, inputs: Sequence[Any], stages: Stages) -> Compiled:
+def compile_aot_eager(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    stages: Stages,
+    run_first: Callable[[fx.GraphModule, list[Any]], Any],
+) -> Compiled:
     """Compiles a Dynamo graph by AOTAutograd, and runs the ATen graphs as they are, rewritten.
 
-    Without gradients there is one graph: ``joint`` rewrites it first, then ``forward``.
+    Without gradients there is one graph: ``joint`` rewrites it first, then ``forward``. ``run_first`` runs each once.
     """
 
     def partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -163,9 +168,14 @@ def compile_aot_eager(module: fx.GraphModule, inputs: Sequence[Any], stages: Sta
                     node.target = _bernoulli
                 gm.recompile()
 
+            is_first = [True]
+
             def run(args: list[Any]) -> Any:
                 values = list(args)
                 args.clear()  # so that what only this call needs is freed as soon as it is used
+                if is_first:
+                    is_first.clear()
+                    return run_first(gm, values)
                 return gm.forward(*values)
 
             run._boxed_call = True  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,6 +49,18 @@ class CompileReport:
         """Adds what a pipeline did to one graph; ``graph`` is the number of its Dynamo graph."""
         if report.passes:
             self.stages.append((graph, stage, report))
+        self.write()
+
+    def note(self, text: str) -> None:
+        """Adds a line, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def warn(self, text: str) -> None:
+        """Adds a line, once, and warns of it who reads no report."""
+        if text not in self.notes:
+            warnings.warn(text, stacklevel=2)
+        self.note(text)
         self.write()
 
     def write(self) -> None:

@@ -54,8 +54,7 @@ class CompiledCall:
 
     def note(self, text: str) -> None:
         """Adds a line to the report, once."""
-        if text not in self._report.notes:
-            self._report.notes.append(text)
+        self._report.note(text)
 
     @staticmethod
     def place() -> int:

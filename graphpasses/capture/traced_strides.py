@@ -1,0 +1,53 @@
+"""Whether the operators of a compiled graph give the strides with which they were traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpasses._torch import pytree
+from graphpasses.graph.nodes import named_call
+
+
+def run_watched(module: fx.GraphModule, values: list[Any], note: Callable[[str], None]) -> Any:
+    """Runs a compiled graph and returns what it returns; ``note`` is told of the first operator with other strides.
+
+    torch traces by fake tensors. Where a fake kernel gets strides wrong, a view may have become a copy, or a formula
+    another, and kernels behind it may round otherwise than in eager.
+    """
+    return _Watched(module, note).boxed_run(values)
+
+
+class _Watched(fx.Interpreter):
+    def __init__(self, module: fx.GraphModule, note: Callable[[str], None]) -> None:
+        super().__init__(module)
+        self.extra_traceback = False  # errors are those of the operators, as in later runs
+        self._note, self._is_noted = note, False
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.op == "call_function" and not self._is_noted:
+            for real, traced in _other_strides(result, n.meta.get("val")):
+                self._is_noted = True
+                self._note(
+                    f"{named_call(n)} gives strides {real}, and torch traced it with {traced}: what follows may "
+                    "round otherwise than in eager. Compare some steps with eager's, or make its operands contiguous"
+                )
+                break
+        return result
+
+
+def _other_strides(results: Any, fakes: Any) -> Iterator[tuple[tuple[int, ...], tuple[Any, ...]]]:
+    """Yields the strides of results and of fake ones that differ where there are several elements."""
+    reals, traced = pytree.tree_leaves(results), pytree.tree_leaves(fakes)
+    for real, fake in zip(reals, traced, strict=False):
+        if not isinstance(real, torch.Tensor) or not isinstance(fake, torch.Tensor):
+            continue
+        if real.layout is not torch.strided or real.dim() != fake.dim() or not real.numel():
+            continue
+        pairs = zip(real.shape, real.stride(), fake.stride(), strict=True)
+        if any(size != 1 and type(b) is int and a != b for size, a, b in pairs):
+            yield real.stride(), tuple(fake.stride())
