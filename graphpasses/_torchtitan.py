@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def forget_wrapper_classes() -> None:
@@ -91,3 +91,52 @@ def stage_graphs_with_hooks() -> Any:
             return of_inputs, self.after_backward(gradients)
 
     return StageGraphsWithHooks
+
+
+def has_torchtitans_products(experts: Any) -> bool:
+    """Whether experts compute by ``GroupedExperts._grouped_mm``, and not in a way of their own."""
+    from torchtitan.models.common.moe import GroupedExperts
+
+    return isinstance(experts, GroupedExperts) and type(experts)._grouped_mm is GroupedExperts._grouped_mm
+
+
+class ProductsByRank:
+    """Replaces what a dispatcher and its experts call, since torchtitan has no hooks there.
+
+    Tokens stay in the order of the ranks that sent them, and those of each rank are multiplied by themselves.
+    """
+
+    def __init__(self, routed: Any) -> None:
+        self._num_tokens: Sequence[int] = ()  # that each rank sent
+        dispatcher, experts = routed.token_dispatcher, routed.inner_experts
+        self._synchronize, self._product = dispatcher._sync_token_count_exchange, experts._grouped_mm
+        dispatcher._sync_token_count_exchange = self._sync_token_count_exchange
+        dispatcher._permute, dispatcher._unpermute = self._permute, self._unpermute
+        experts._grouped_mm = self._grouped_mm
+
+    def _sync_token_count_exchange(self, *counts: Any) -> Any:
+        result = self._synchronize(*counts)
+        self._num_tokens = result[2]
+        return result
+
+    def _permute(self, tokens: Tensor, num_tokens: Tensor) -> tuple[torch.Size, Tensor, None, Tensor]:
+        return tokens.shape, tokens, None, num_tokens
+
+    def _unpermute(self, tokens: Tensor, *_: Any) -> Tensor:
+        return tokens
+
+    def _grouped_mm(self, **factors: Tensor) -> Tensor:
+        """``offs`` has the ends of each expert's tokens of the first rank, then of the second."""
+        ends = factors["offs"].view(len(self._num_tokens), -1)
+        starts = torch.cat([ends.new_zeros(1), ends[:-1, -1]])
+        tokens = torch.split(factors["A"], list(self._num_tokens))
+        by_rank = list(zip(tokens, ends - starts[:, None], strict=True))
+        return torch.cat(self._products(factors["B_t"], by_rank))
+
+    def _products(self, weights: Tensor, by_rank: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """Autograd adds the two gradients of each view: a binary tree over ranks."""
+        if len(by_rank) == 1:
+            ((tokens, ends),) = by_rank
+            return [self._product(A=tokens, B_t=weights, offs=ends)]
+        weights, half = weights.view_as(weights), len(by_rank) // 2
+        return self._products(weights, by_rank[:half]) + self._products(weights, by_rank[half:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable
@@ -71,17 +72,24 @@ class Task:
     )
 
 
+class _Uncached(importlib.machinery.SourceFileLoader):
+    """Compiles a file each time: Python's cache does not see a change within a second to as many bytes."""
+
+    def path_stats(self, path: Any) -> Any:
+        raise OSError(f"{path} is not cached")
+
+
 def load_task(source: str) -> Task:
     """Reads a task from a Python file or module that defines what a :class:`Task` has; raises where it cannot."""
     path = Path(source)
     try:
         if path.suffix == ".py":
-            spec = importlib.util.spec_from_file_location(path.stem, path)
+            loader = _Uncached(path.stem, str(path.absolute()))
+            spec = importlib.util.spec_from_file_location(path.stem, path, loader=loader)
             assert spec is not None
-            assert spec.loader is not None
             module = importlib.util.module_from_spec(spec)
             sys.modules[path.stem] = module
-            spec.loader.exec_module(module)
+            loader.exec_module(module)
         else:
             module = importlib.import_module(source)
     except (ImportError, OSError) as error:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 
+from graphpasses._torchtitan import ProductsByRank, has_torchtitans_products
 from graphpasses.errors import UnsupportedError
 
 _ELSE = "train with one expert-parallel degree, without any_expert_degree"
@@ -53,55 +53,15 @@ def compute_microbatches_apart(model: nn.Module, training: Any, accumulate: torc
             f"float32 alone for the latter; --any-expert-degree sets it) and leave out accumulate=, or {_ELSE}"
         )
     for name, each in _routed(model):
-        experts = each.inner_experts
-        products = getattr(type(experts), "_grouped_mm", None)
-        if not isinstance(experts, GroupedExperts) or products is not GroupedExperts._grouped_mm:
+        if not has_torchtitans_products(each.inner_experts):
             raise UnsupportedError(
-                f"{name!r} has experts of {type(experts).__name__}, whose products by rank are not known: {_ELSE}"
+                f"{name!r} has experts of {type(each.inner_experts).__name__}, whose products by rank are not known: "
+                + _ELSE
             )
     for _, each in _routed(model):
         if getattr(each.token_dispatcher, "ep_mesh", None) is not None:
-            _ByRank(each)
+            ProductsByRank(each)
 
 
 def _routed(model: nn.Module) -> list[tuple[str, RoutedExperts]]:
     return [(name, each) for name, each in model.named_modules() if isinstance(each, RoutedExperts)]
-
-
-class _ByRank:
-    """Replaces what a dispatcher and its experts call: tokens stay in the order of the ranks that sent them."""
-
-    def __init__(self, routed: RoutedExperts) -> None:
-        self._num_tokens: Sequence[int] = ()  # that each rank sent
-        dispatcher, experts = routed.token_dispatcher, routed.inner_experts
-        self._synchronize, self._product = dispatcher._sync_token_count_exchange, experts._grouped_mm
-        dispatcher._sync_token_count_exchange = self._sync_token_count_exchange
-        dispatcher._permute, dispatcher._unpermute = self._permute, self._unpermute
-        experts._grouped_mm = self._grouped_mm
-
-    def _sync_token_count_exchange(self, *counts: Any) -> Any:
-        result = self._synchronize(*counts)
-        self._num_tokens = result[2]
-        return result
-
-    def _permute(self, tokens: Tensor, num_tokens: Tensor) -> tuple[torch.Size, Tensor, None, Tensor]:
-        return tokens.shape, tokens, None, num_tokens
-
-    def _unpermute(self, tokens: Tensor, *_: Any) -> Tensor:
-        return tokens
-
-    def _grouped_mm(self, **factors: Tensor) -> Tensor:
-        """``offs`` has the ends of each expert's tokens of the first rank, then of the second."""
-        ends = factors["offs"].view(len(self._num_tokens), -1)
-        starts = torch.cat([ends.new_zeros(1), ends[:-1, -1]])
-        tokens = torch.split(factors["A"], list(self._num_tokens))
-        by_rank = list(zip(tokens, ends - starts[:, None], strict=True))
-        return torch.cat(self._products(factors["B_t"], by_rank))
-
-    def _products(self, weights: Tensor, by_rank: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """Autograd adds the two gradients of each view: a binary tree over ranks."""
-        if len(by_rank) == 1:
-            ((tokens, ends),) = by_rank
-            return [self._product(A=tokens, B_t=weights, offs=ends)]
-        weights, half = weights.view_as(weights), len(by_rank) // 2
-        return self._products(weights, by_rank[:half]) + self._products(weights, by_rank[half:])
