@@ -145,7 +145,7 @@ def test_experts_that_compute_otherwise_are_refused() -> None:
 
 def test_products_of_each_rank_s_tokens_are_added_in_a_tree() -> None:
     """Four ranks share two experts; one of them sends no token, another none to the first expert."""
-    from graphpasses.integrations.torchtitan.experts import _ByRank
+    from graphpasses._torchtitan import ProductsByRank
 
     counts = torch.tensor([[3, 5], [0, 0], [0, 4], [8, 1]])
     generator = torch.Generator().manual_seed(0)
@@ -164,7 +164,7 @@ def test_products_of_each_rank_s_tokens_are_added_in_a_tree() -> None:
 
     dispatcher = SimpleNamespace(_sync_token_count_exchange=lambda: (None, None, counts.sum(1).tolist()))
     experts = SimpleNamespace(_grouped_mm=product)
-    _ByRank(SimpleNamespace(token_dispatcher=dispatcher, inner_experts=experts))
+    ProductsByRank(SimpleNamespace(token_dispatcher=dispatcher, inner_experts=experts))
     dispatcher._sync_token_count_exchange()
     result, added = gradient(slice(None), counts.flatten().cumsum(0), experts._grouped_mm)
 
