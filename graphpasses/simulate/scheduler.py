@@ -30,6 +30,10 @@ current = _Current()
 """Which rank this thread is, and of which scheduler; None outside of :meth:`RankScheduler.run`."""
 
 
+# Seconds: an interrupt that comes just before a thread begins to wait does not wake it.
+_MAX_WAIT = 0.2
+
+
 class _StoppedError(BaseException):
     """Ends a rank when another one has failed."""
 
@@ -96,7 +100,8 @@ class RankScheduler:
                 each.start()
             self._hand_over()
             for _ in threads:  # an interrupt of join() would take its thread for ended
-                ended.acquire()
+                while not ended.acquire(timeout=_MAX_WAIT):
+                    pass
         except KeyboardInterrupt:  # every rank ends at its next collective; a second interrupt does not wait
             self._failure = ClusterError("the cluster was interrupted")
             begun = [each for each in threads if each.ident is not None]

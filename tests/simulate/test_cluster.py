@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import signal
 import sys
 import threading
@@ -210,15 +211,21 @@ def interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, handler)
 
 
+def interrupt() -> None:
+    main = threading.main_thread().ident
+    assert main is not None
+    signal.pthread_kill(main, signal.SIGINT)
+
+
+# The second does not wake who waits, as a signal that comes just before.
+@pytest.mark.parametrize("send", [interrupt, _thread.interrupt_main])
 @pytest.mark.usefixtures("interrupts")
-def test_an_interrupt_ends_every_rank() -> None:
+def test_an_interrupt_ends_every_rank(send: Callable[[], None]) -> None:
     ended = []
 
     def run() -> None:
         if dist.get_rank() == 0:
-            main = threading.main_thread().ident
-            assert main is not None
-            signal.pthread_kill(main, signal.SIGINT)
+            send()
         for _ in range(1_000):
             time.sleep(0.001)  # lets the main thread run, as an operator does
             dist.barrier()
