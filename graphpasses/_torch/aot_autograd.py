@@ -55,8 +55,8 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
 
 
 def _bernoulli(x: Tensor, p: float, *, generator: torch.Generator | None = None) -> Tensor:
-    """Draws as `bernoulli_` does: what stands for it in graphs draws in the order of a contiguous tensor."""
-    return torch.empty_like(x).bernoulli_(p, generator=generator)
+    """Draws as `bernoulli_` does: what stands for it in graphs draws as of a contiguous tensor, and is one."""
+    return torch.empty_like(x).bernoulli_(p, generator=generator).contiguous()
 
 
 def _keep_strides(
