@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphpasses._torch import pytree
 from graphpasses._torch.fake_mode import fake_mode_of
+from graphpasses._torch.schemas import bound_arguments, writes_arguments
 from graphpasses._torch.symbols import guessed_sizes
 
 Rewrite = Callable[[fx.GraphModule], None]
@@ -67,10 +68,8 @@ def _keep_strides(
     A functional form gives a new tensor, in strides of its own, by which later kernels round otherwise.
     """
     result = _DISPATCH(mode, func, types, args, kwargs)
-    if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
-        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
-        given |= kwargs or {}
-        written = [given.get(each.name) for each in func._schema.arguments if each.is_write]
+    if writes_arguments(func):
+        written = [value for argument, value in bound_arguments(func, args, kwargs or {}) if argument.is_write]
         for tensor in pytree.tree_leaves(written):
             if isinstance(tensor, FunctionalTensor) and tensor.is_base_tensor():
                 _keep_strides_of(tensor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
@@ -58,12 +58,17 @@ def schemas(target: Any) -> list[Any]:
 
 def given_arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
     """Yields ``(argument of the schema, value)`` for what a call is given; for each overload that it may be."""
-    for schema in schemas(node.target):
+    return bound_arguments(node.target, node.args, node.kwargs)
+
+
+def bound_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yields likewise for what a target is called with."""
+    for schema in schemas(target):
         for index, argument in enumerate(schema.arguments):
-            if index < len(node.args):
-                yield argument, node.args[index]
-            elif argument.name in node.kwargs:
-                yield argument, node.kwargs[argument.name]
+            if index < len(args):
+                yield argument, args[index]
+            elif argument.name in kwargs:
+                yield argument, kwargs[argument.name]
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from graphpasses._torch.operator_calls import FORMULA, OperatorCalls
 from graphpasses._torch.operator_facts import TensorFacts, read_tensors
 from graphpasses._torch.recorded_operator import Operator
 from graphpasses._torch.storage import freed_memory_returned, is_freed
+from graphpasses.capture.traced_strides import are_strides_alike
 from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.rank_consensus import RankConsensus
@@ -271,10 +272,7 @@ def _value_difference(ours: Any, theirs: Any) -> str | None:
 def _tensor_difference(ours: TensorFacts, theirs: TensorFacts) -> str | None:
     if (ours.dtype, ours.device) != (theirs.dtype, theirs.device) or not _same(ours.shape, theirs.shape):
         return ""
-    # Where a dimension has one element, or a tensor none, strides mean nothing.
-    each = zip(ours.stride, theirs.stride, theirs.shape, strict=False)
-    strides = [(a, b) for a, b, size in each if size != 1 and 0 not in theirs.shape]
-    if not _same(*zip(*strides, strict=True)) if strides else False:
+    if not are_strides_alike(theirs.shape, ours.stride, theirs.stride):
         return f"strides {list(theirs.stride)} against {list(ours.stride)}"
     if ours.origin != theirs.origin:
         return f"it reads {_origin(theirs)} against {_origin(ours)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,13 +41,24 @@ class _Watched(fx.Interpreter):
 
 
 def _other_strides(results: Any, fakes: Any) -> Iterator[tuple[tuple[int, ...], tuple[Any, ...]]]:
-    """Yields the strides of results and of fake ones that differ where there are several elements."""
+    """Yields the strides of results and of fake ones that differ where these mean something."""
     reals, traced = pytree.tree_leaves(results), pytree.tree_leaves(fakes)
     for real, fake in zip(reals, traced, strict=False):
         if not isinstance(real, torch.Tensor) or not isinstance(fake, torch.Tensor):
             continue
-        if real.layout is not torch.strided or real.dim() != fake.dim() or not real.numel():
+        if real.layout is not torch.strided or real.dim() != fake.dim():
             continue
-        pairs = zip(real.shape, real.stride(), fake.stride(), strict=True)
-        if any(size != 1 and type(b) is int and a != b for size, a, b in pairs):
+        known = tuple(stride if type(stride) is int else None for stride in fake.stride())
+        if not are_strides_alike(real.shape, known, real.stride()):
             yield real.stride(), tuple(fake.stride())
+
+
+def are_strides_alike(shape: Sequence[int | None], ours: Sequence[int | None], theirs: Sequence[int | None]) -> bool:
+    """Whether strides are the same wherever they mean something: not where a dim has one element, or a tensor none.
+
+    Of ours, None is what is not known.
+    """
+    if 0 in shape:
+        return True
+    each = zip(shape, ours, theirs, strict=False)
+    return all(size == 1 or a is None or a == b for size, a, b in each)

@@ -75,7 +75,8 @@ class Columns:
         self._known: dict[int, Exchange | None] = {}
         self._by_rank: dict[int, list[Part]] = {}  # by the number of what is sent, its parts, where these are columns
         self._received: dict[int, Exchange] = {}  # by the number of what it brings
-        self._silent: dict[int, Exchange] = {}  # likewise, those whose parts are not known
+        # Likewise, of those of which this rank sends nothing: their kind, and how many elements come from each rank.
+        self._silent: dict[int, tuple[Hashable, list[Any], int]] = {}
 
     def trusts(self, *sizes: Any) -> bool:
         """Whether the symbols in numbers, or expressions, each stand for one size."""
@@ -102,8 +103,7 @@ class Columns:
         if exchange is None:
             if is_known and self.is_first and not any(sizes[1]) and any(sizes[0]):
                 self._known[brought.number] = None
-                received = tuple(Part(size * unit, brought) for size in sizes[0])
-                self._silent[brought.number] = Exchange(kind, (), received, False, unit)
+                self._silent[brought.number] = kind, [size * unit for size in sizes[0]], unit
             return brought, False
         is_merged = False
         if self.is_first:
@@ -142,16 +142,14 @@ class Columns:
 
     def _hear(self, received: Value, num_rows: Any, num_columns: Sequence[int]) -> None:
         """Notes what all-to-alls bring of which this rank sends nothing, if so many rows and columns cut it."""
-        silent, of = self._silent[received.number], _source_of(received)
-        if received.dtype is None or of is None:
-            return
-        if [part.num_rows for part in silent.received] != [num_rows * each for each in num_columns]:
+        (kind, elements, unit), of = self._silent[received.number], _source_of(received)
+        if received.dtype is None or of is None or elements != [num_rows * each for each in num_columns]:
             return
         parts = []
         for rank, columns in enumerate(num_columns):
             source = self._values.source(("part", of, rank), columns)
             parts.append(Part(num_rows, self._values.tensor(received.dtype, (1, columns), source)))
-        exchange = replace(silent, received=tuple(parts))
+        exchange = Exchange(kind, (), tuple(parts), False, unit)
         self._known[received.number] = self._received[received.number] = exchange
         del self._silent[received.number]
 
@@ -200,7 +198,8 @@ class Columns:
         orders = [self._members(one, others), self._members(one, others[::-1]) if one.is_whole else []]
         # What this rank sends nothing of travels with the rest, or apart: the number of columns tells.
         sent = [[member for member in members if not member.is_silent] for members in orders]
-        found = {parts for each in (*orders, *sent) if each and (parts := self._beside(one, each))}
+        candidates = {*map(tuple, (*orders, *sent))}
+        found = {parts for each in candidates if each and (parts := self._beside(one, each))}
         if len(found) != 1:
             return None  # what this rank sends does not tell in which order others send
         for member in itertools.chain(*sent):

@@ -13,7 +13,7 @@ import graphpasses as gp
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.errors import UnsupportedError
 from graphpasses.simulate import Topology, run_cluster
-from tests.helpers.any_cluster import NUM_MICROBATCHES, loss_fn, sums_alone
+from tests.helpers.any_cluster import NUM_MICROBATCHES, loss_fn, run_microbatches, sums_alone
 from tests.helpers.experts import COUNTS, Sparse, shard_experts
 from tests.helpers.models import token_batch
 
@@ -37,16 +37,9 @@ def train(how: How, degree: int, dim: int) -> str:
     for index in range(3):
         added = step if how == "rewritten" else model
         tree = None if how == "by FSDP2" else gp.MicrobatchTree(added, counts=COUNTS)
-        for k in range(dist.get_rank(), NUM_MICROBATCHES, dist.get_world_size()):
-            batch = token_batch(100 * index + k)
-            if step is None:
-                loss_fn(model, *batch).backward()
-            else:
-                step(*batch)
-            if tree:
-                tree.add()
-        if tree:
-            tree.finish()
+        own = range(dist.get_rank(), NUM_MICROBATCHES, dist.get_world_size())
+        batches = [token_batch(100 * index + k) for k in own]
+        run_microbatches(model, batches, step, in_tree=tree is not None, tree=tree)
         gp.canonical_clip_grad_norm_(model.parameters(), 0.1)
         model.mixture.balance()
         optimizer.step()

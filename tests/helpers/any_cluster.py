@@ -78,10 +78,19 @@ def sums_alone(model: nn.Module) -> None:
 
 
 def run_microbatches(
-    model: nn.Module, batches: Iterable[tuple[torch.Tensor, ...]], step: Any = None, *, in_tree: bool
+    model: nn.Module,
+    batches: Iterable[tuple[torch.Tensor, ...]],
+    step: Any = None,
+    *,
+    in_tree: bool,
+    tree: gp.MicrobatchTree | None = None,
 ) -> None:
-    """Runs a rank's microbatches, eagerly or by a captured step; gradients are added in the tree, or as they come."""
-    tree = gp.MicrobatchTree(model) if in_tree else None
+    """Runs a rank's microbatches, eagerly or by a captured step; gradients are added in the tree, or as they come.
+
+    ``tree`` is one of another kind than the model's.
+    """
+    if in_tree and tree is None:
+        tree = gp.MicrobatchTree(model)
     for batch in batches:
         if step is None:
             loss_fn(model, *batch).backward()
