@@ -48,12 +48,7 @@ def inner_names(value: torch.Tensor) -> list[str]:
 
 def schemas(target: Any) -> list[Any]:
     """Returns the schemas of an operator: one of an overload, those of all overloads of a packet; otherwise none."""
-    match target:
-        case torch._ops.OpOverload():
-            return [target._schema]
-        case torch._ops.OpOverloadPacket():
-            return [overload._schema for overload in _overloads(target)]
-    return []
+    return [overload._schema for overload in _overloads(target)]
 
 
 def given_arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
@@ -63,8 +58,8 @@ def given_arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
 
 def bound_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
     """Yields likewise for what a target is called with."""
-    for schema in schemas(target):
-        for index, argument in enumerate(schema.arguments):
+    for overload in _overloads(target):
+        for index, argument in enumerate(_arguments(overload)):
             if index < len(args):
                 yield argument, args[index]
             elif argument.name in kwargs:
@@ -87,7 +82,7 @@ def bind_named(op: Any, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dic
 
 def returns_alias(target: Any) -> bool:
     """Whether an operator says that what it returns may share memory with an argument."""
-    return any(output.alias_info is not None for schema in schemas(target) for output in schema.returns)
+    return any(map(_returns_alias, _overloads(target)))
 
 
 def writes_arguments(target: Any) -> bool:
@@ -135,8 +130,22 @@ def random_names() -> frozenset[str]:
     return frozenset(packet.__name__.rstrip("_") for packet in packets if any(map(is_seeded, _overloads(packet))))
 
 
-def _overloads(packet: Any) -> list[Any]:
-    return [getattr(packet, name) for name in packet.overloads()]
+def _overloads(target: Any) -> list[Any]:
+    if isinstance(target, torch._ops.OpOverload):
+        return [target]
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return [getattr(target, name) for name in target.overloads()]  # type: ignore[no-untyped-call]
+    return []
+
+
+@cache  # as torch makes new Python objects of a schema's parts each time
+def _arguments(overload: torch._ops.OpOverload) -> tuple[Any, ...]:
+    return tuple(overload._schema.arguments)
+
+
+@cache
+def _returns_alias(overload: torch._ops.OpOverload) -> bool:
+    return any(output.alias_info is not None for output in overload._schema.returns)
 
 
 AUTO_FUNCTIONALIZED = auto_functionalize.auto_functionalized_v2

@@ -34,10 +34,10 @@ from graphpasses._torch.schemas import (
 )
 from graphpasses.graph import WAIT
 from graphpasses.graph.nodes import (
-    GROUP_ARGUMENTS,
     METADATA_OPS,
     attribute,
     collective_group,
+    group_names,
     reach,
     storages,
 )
@@ -86,12 +86,11 @@ def operator_effects(node: fx.Node) -> Effects:
     """Returns what an ATen graph's node does; other libraries' writing operators are taken to have a state."""
     if node.op != "call_function":
         return Effects()
-    is_atens = getattr(node.target, "namespace", "aten") == "aten"
     return Effects(
         reads=_read_inputs(node),
-        writes=tuple(_written_inputs(node)),
+        writes=written_inputs(node),
         shares=tuple(_shared_inputs(node)),
-        has_hidden_state=draws(node) or is_higher_order(node) or (not is_atens and writes_arguments(node.target)),
+        has_hidden_state=has_hidden_state(node),
         group=collective_group(node),
     )
 
@@ -101,7 +100,7 @@ def torch_call_effects(node: fx.Node) -> Effects:
     with_gradient = filter(has_gradient, node.all_input_nodes if has_gradient(node) else ())
     return Effects(
         reads=tuple(node.all_input_nodes),
-        writes=tuple(_written_inputs(node)),
+        writes=written_inputs(node),
         gradients=tuple(each for each in with_gradient if len(each.users) > 1),
         has_hidden_state=_draws_random_numbers(node),
         changes_context=_changes_context(node),
@@ -124,7 +123,7 @@ def is_written(node: fx.Node) -> bool:
         return (user for user in value.users if user.op == "call_function")
 
     values = reach([node], lambda value: [user for user in calls(value) if value in _shared_inputs(user)])
-    return any(value in _written_inputs(user) for value in values for user in calls(value))
+    return any(value in written_inputs(user) for value in values for user in calls(value))
 
 
 def names_written(node: fx.Node) -> frozenset[str]:
@@ -144,17 +143,18 @@ def is_elementwise_on_lists(target: Any) -> bool:
     return "List[Tensor]" in types.values() and types.get("scalars") != "Tensor" and len(schema.returns) < 2
 
 
-def _written_inputs(node: fx.Node) -> Iterator[fx.Node]:
+def written_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Returns the inputs that a call may write in place."""
     if is_higher_order(node):
-        if node.target not in _FUNCTIONALIZED:
-            yield from node.all_input_nodes  # it does not say
-    elif schemas(node.target):
-        written = names_written(node)
-        yield from nodes_in([value for argument, value in given_arguments(node) if argument.name in written])
-    elif node.op in ("call_function", "call_method"):
-        yield from nodes_in(node.kwargs.get("out"))
-        if _is_in_place(node.target) or _named_argument(node, "inplace"):
-            yield from nodes_in(node.args[:1])
+        return () if node.target in _FUNCTIONALIZED else tuple(node.all_input_nodes)  # it does not say
+    if schemas(node.target):
+        if not (written := names_written(node)):
+            return ()
+        return tuple(nodes_in([value for argument, value in given_arguments(node) if argument.name in written]))
+    if node.op not in ("call_function", "call_method"):
+        return ()
+    is_in_place = _is_in_place(node.target) or _named_argument(node, "inplace")
+    return tuple(nodes_in([node.kwargs.get("out"), *(node.args[:1] if is_in_place else ())]))
 
 
 def _shared_inputs(node: fx.Node) -> Iterator[fx.Node]:
@@ -190,6 +190,12 @@ def _is_in_place(target: Any) -> bool:
 
 
 # ---- gradients and random numbers ---------------------------------------------------------------------------------
+
+
+def has_hidden_state(node: fx.Node) -> bool:
+    """Whether an operator may depend on earlier calls by more than its inputs."""
+    is_atens = getattr(node.target, "namespace", "aten") == "aten"
+    return draws(node) or is_higher_order(node) or (not is_atens and writes_arguments(node.target))
 
 
 def has_gradient(node: fx.Node) -> bool:
@@ -236,11 +242,8 @@ def launches_collective(node: fx.Node) -> bool:
 def _torch_call_group(node: fx.Node) -> object:
     if is_higher_order(node):
         return next((group for inner in _inner_nodes(node) if (group := _torch_call_group(inner))), None)
-    if found := schemas(node.target):
-        arguments = [argument for schema in found for argument in schema.arguments]
-        if any(argument.name in GROUP_ARGUMENTS and str(argument.type) != "int" for argument in arguments):
-            return collective_group(node) or UNKNOWN_GROUP
-        return None
+    if schemas(node.target):
+        return collective_group(node) or UNKNOWN_GROUP if group_names(node.target) else None
     if node.op not in ("call_function", "call_method"):
         return None
     values = pytree.tree_leaves([other.meta.get("val") for other in (node, *node.all_input_nodes)])
@@ -275,5 +278,8 @@ def _inner_nodes(node: fx.Node) -> Iterator[fx.Node]:
             yield from module.graph.nodes
 
 
-def nodes_in(value: Any) -> Iterator[fx.Node]:
-    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, fx.Node))
+def nodes_in(value: Any) -> list[fx.Node]:
+    """Returns the nodes among a call's arguments, as often as they stand there."""
+    found: list[fx.Node] = []
+    fx.node.map_arg(value, found.append)
+    return found

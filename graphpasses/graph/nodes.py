@@ -6,6 +6,7 @@ import hashlib
 import operator
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphpasses._torch import pytree
 from graphpasses._torch.fake_mode import fake_call, fake_mode_of, is_fake, outside_tracing
-from graphpasses._torch.schemas import given_arguments, writes_arguments
+from graphpasses._torch.schemas import given_arguments, schemas, writes_arguments
 from graphpasses._torch.storage import times_written
 from graphpasses.ops.reduce_in_tree import ALL_REDUCE_IN_TREE, REDUCE_SCATTER_IN_TREE
 
@@ -25,8 +26,6 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 EXACT_REGION = "exact_region"
 """In ``meta`` of a node: the number of the region that it is a part of, which runs as one kernel."""
-
-GROUP_ARGUMENTS = ("group", "group_name", "process_group")  # what collectives call their group
 
 METADATA_OPS = frozenset(
     {
@@ -66,10 +65,9 @@ def is_collective(node: fx.Node) -> bool:
 
 def collective_group(node: fx.Node) -> Any:
     """Returns the process group of the collective that an operator launches, as a rule its name; None for others."""
-    for argument, value in given_arguments(node):
-        if argument.name in GROUP_ARGUMENTS and str(argument.type) != "int":
-            return value
-    return None
+    names = group_names(node.target)
+    given = given_arguments(node) if names else ()
+    return next((value for argument, value in given if argument.name in names), None)
 
 
 def find_collectives(graph: fx.Graph) -> list[fx.Node]:
@@ -77,6 +75,14 @@ def find_collectives(graph: fx.Graph) -> list[fx.Node]:
     return [
         node for target in _COLLECTIVES for node in graph.find_nodes(op="call_function", target=target, sort=False)
     ]
+
+
+@cache
+def group_names(target: Any) -> frozenset[str]:
+    """Returns what an operator calls its arguments that are process groups."""
+    arguments = [argument for schema in schemas(target) for argument in schema.arguments]
+    named = (each for each in arguments if each.name in ("group", "group_name", "process_group"))
+    return frozenset(each.name for each in named if str(each.type) != "int")
 
 
 def eliminate_dead_code(graph: fx.Graph) -> None:

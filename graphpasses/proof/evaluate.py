@@ -14,9 +14,10 @@ from torch import fx
 from graphpasses._torch.group_ranks import named_group
 from graphpasses._torch.schemas import draws, read_functionalized_call
 from graphpasses.analysis.effects import (
+    has_hidden_state,
     is_elementwise_on_lists,
     names_written,
-    operator_effects,
+    written_inputs,
 )
 from graphpasses.graph import ALL_TO_ALL, WAIT, TrainGraph, argument
 from graphpasses.graph.nodes import (
@@ -224,8 +225,8 @@ class Evaluation(Calls):
             return self._offloaded(node)
         if (cut := self._cut(node)) is not None:
             return cut
-        effects = operator_effects(node)
-        if not effects.writes and effects.group is None and node.target in RULES:
+        writes = written_inputs(node)
+        if node.target in RULES and not writes and collective_group(node) is None:
             found = self._moved(node, node.target)
             if found is not None:
                 self._note_columns(node, found)
@@ -238,9 +239,9 @@ class Evaluation(Calls):
         if is_elementwise_on_lists(node.target) and not self._overlaps(node, names_written(node)):
             return self._each(node)
         key: Hashable = self._call(node.target, node.args, node.kwargs)
-        if overlaps := self._overlaps(node, names_written(node)) if effects.writes else ():
+        if overlaps := self._overlaps(node, names_written(node)) if writes else ():
             key = (*key, "overlapping", overlaps)  # type: ignore[misc]
-        has_state = effects.has_hidden_state and not is_function(node.target)
+        has_state = has_hidden_state(node) and not is_function(node.target)
         key = self._after_others(draws(node), has_state, key)
         result = self.opaque(node, fake, key)
         if node.target == PACK and isinstance(result, Value):
@@ -248,8 +249,8 @@ class Evaluation(Calls):
             numbers = evaluated(inputs, self._number), evaluated(splits, self._number)
             self._exchanges.pack(result.number, inputs, splits, *numbers)
         self._note_columns(node, result)
-        if effects.writes:
-            return self._written(node, effects.writes, key, result)
+        if writes:
+            return self._written(node, writes, key, result)
         return result
 
     def _offloaded(self, node: fx.Node) -> Result:
