@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 import tyro
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
@@ -20,11 +26,16 @@ from graphpasses.terminal import make_console
 
 Batch = tuple[Tensor, KeyedJaggedTensor, Tensor]
 
-NUM_DENSE = 13
+NUM_DENSE, LR = 13, 0.01
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "SGD": SGD,
     "Adagrad": Adagrad,
     "RowWiseAdagrad": RowWiseAdagrad,
+}
+KERNELS = {
+    "SGD": EmbOptimType.EXACT_SGD,
+    "Adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "RowWiseAdagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
 }
 
 
@@ -39,11 +50,17 @@ class Recommender(nn.Module):
             )
             for index in range(num_tables)
         ]
+        self.shapes = [(num_rows, dim)] * num_tables
         self.tables = EmbeddingBagCollection(tables=configs)
         self.dense, self.over = nn.Linear(NUM_DENSE, dim, bias=False), nn.Linear(dim, 1, bias=False)
 
+    def pooled(self, features: KeyedJaggedTensor) -> Tensor:
+        """Returns the sums of rows, ``[batch size, tables * dim]``."""
+        values: Tensor = self.tables(features).values()
+        return values
+
     def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
-        of_tables = self.tables(features).values().unflatten(1, (-1, self.over.in_features)).sum(1)
+        of_tables = self.pooled(features).view(len(dense), -1, self.over.in_features).sum(1)
         scores: Tensor = self.over(F.relu(self.dense(dense) + of_tables))
         return scores.squeeze(1)
 
@@ -65,29 +82,61 @@ def batches(num_tables: int, num_rows: int, batch_size: int, num_ids: int) -> It
         yield dense, KeyedJaggedTensor(keys, ids, lengths=lengths), label
 
 
-def time_steps(model: nn.Module, optimizer: Optimizer, given: list[Batch], num_rounds: int) -> dict[str, Timing]:
+class ByHand(Recommender):
+    """The same with all tables in one of FBGEMM's modules, whose backward updates them."""
+
+    def __init__(self, shapes: Sequence[tuple[int, int]], kernel: EmbOptimType) -> None:
+        super().__init__(1, *shapes[0])
+        specs = [(*shape, EmbeddingLocation.HOST, ComputeDevice.CPU) for shape in shapes]
+        self.tables = SplitTableBatchedEmbeddingBagsCodegen(specs, optimizer=kernel, learning_rate=LR)
+
+    def pooled(self, features: KeyedJaggedTensor) -> Tensor:
+        values: Tensor = self.tables(features.values(), features.offsets())
+        return values
+
+
+def eager(model: Recommender, optimizer: Optimizer, given: Sequence[Batch]) -> Callable[[int], None]:
+    """Returns a step of eager, which is given the number of a batch."""
+
+    def run(index: int) -> None:
+        loss_fn(model, *given[index]).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
+
+
+def floor(model: ByHand, given: Sequence[Batch]) -> Callable[[int], None]:
+    """Returns what tables cost in any case: FBGEMM's one call that looks up, and the one that updates."""
+    gradient = torch.ones_like(model.pooled(given[0][1]))
+    return lambda index: model.pooled(given[index][1]).backward(gradient)  # type: ignore[no-untyped-call]
+
+
+def time_steps(model: Recommender, name: str, given: list[Batch], num_rounds: int) -> dict[str, Timing]:
     """Times forward, backward and update in CPU seconds, in rounds of all variants, which train one model in turn.
 
     Args:
         model: the model.
-        optimizer: of all of its parameters.
+        name: of the optimizer of all of its parameters.
         given: a batch for each round, and one more.
         num_rounds: counted rounds.
     """
+    by_hand = ByHand(model.shapes, KERNELS[name])
+    optimizer, of_dense = (
+        OPTIMIZERS[name](parameters, lr=LR)
+        for parameters in (model.parameters(), [by_hand.dense.weight, by_hand.over.weight])
+    )
     captured = capture_train_step(loss_fn, model, *given[0], optimizer=optimizer, check=False)
     plan = BucketPlan.from_modules([])
     rewritten = default_pipeline(plan).run(captured)
     fused = default_pipeline(plan, fuse_table_updates=True).run(captured)
 
-    def eager(index: int) -> None:
-        loss_fn(model, *given[index]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
     variants = {
-        "eager": eager,
+        "eager": eager(model, optimizer, given),
         "captured": lambda index: rewritten(*given[index]),
         "captured, fused updates": lambda index: fused(*given[index]),
+        "FBGEMM's module, by hand": eager(by_hand, of_dense, given),
+        "floor: its kernels alone": floor(by_hand, given),
     }
     timings = time_rounds(variants, num_rounds, pause_gc=True, cpu_time=True)
     assert len(fused.captures) == 1
@@ -127,7 +176,7 @@ def main(
             model = Recommender(tables, rows, dim)
             source = batches(tables, rows, batch_size, num_ids)
             given = [next(source) for _ in range(rounds + 1)]
-            timings = time_steps(model, OPTIMIZERS[name](model.parameters(), lr=0.01), given, rounds)
+            timings = time_steps(model, name, given, rounds)
             rows_of_case = [Row(case, variant, timing) for variant, timing in timings.items()]
             found += rows_of_case
             console.print(timing_table(case, rows_of_case))

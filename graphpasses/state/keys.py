@@ -134,6 +134,8 @@ def is_array(value: Any) -> bool:
 
 def changes_in_place(value: Any) -> bool:
     """Whether a value may become another and stay the same object."""
+    if isinstance(value, (tuple, frozenset)):
+        return any(map(changes_in_place, value))
     kinds = (*CONTAINERS, MethodType, MappingProxyType, bytearray, memoryview, array)
     return isinstance(value, kinds) or is_array(value) or torch_state(value) is not None
 

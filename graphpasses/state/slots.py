@@ -223,12 +223,15 @@ class Owner:
         """Whether each value stands in its ``__dict__`` or, where that has not the name, its class, and stays so."""
         state, kind = keys.attributes_of(self.value), type(self.value)
         reads: Any = kind.__getattribute__
-        if not self._holds(self.value) or self._checked or type(state) is not dict:
+        if not self._holds(self.value) or type(state) is not dict or reads is not object.__getattribute__:
             return False
-        return reads is object.__getattribute__ and all(
-            slot.value is (state[name] if name in state else read_of_class(kind, name))
-            for name, slot in self.slots.items()
-        )
+        for name, slot in self.slots.items():
+            value, there = slot.value, state[name] if name in state else read_of_class(kind, name)
+            if isinstance(value, MethodType) and name not in state and value.__self__ is self.value:
+                value = value.__func__  # the method is a new object at each read
+            if value is not there or value is MISSING or keys.changes_in_place(value):
+                return False
+        return True
 
     def of(self, value: Any, known: dict[int, Owner]) -> Owner:
         """Returns the same names of another owner, which is alike, or the one that is known by its id already."""
