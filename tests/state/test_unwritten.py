@@ -15,6 +15,10 @@ from graphpasses.state.unwritten import Unwritten
 
 class Config:
     scale = 2.0
+    sizes = (2, (3, 4))
+
+    def scaled(self, value: float) -> float:
+        return self.scale * value
 
 
 def model_and_config() -> tuple[nn.Module, Config]:
@@ -24,7 +28,8 @@ def model_and_config() -> tuple[nn.Module, Config]:
 def seen(model: nn.Module, config: Config) -> Unwritten:
     owners = Owner(model[2]), Owner(config)
     owners[0].add("p")
-    owners[1].add("scale")
+    for name in ("scale", "sizes", "scaled"):
+        owners[1].add(name)
     found = Unwritten.of(model, owners)
     assert found is not None
     assert not found.others
@@ -38,6 +43,8 @@ def state_replaced(model: nn.Module, config: Config) -> None:
 WRITES: dict[str, Callable[[Any, Any], object]] = {
     "attribute": lambda model, config: setattr(model[2], "p", 0.2),
     "attribute of an object": lambda model, config: setattr(config, "scale", 3.0),
+    "tuple": lambda model, config: setattr(config, "sizes", (2, (3, 5))),
+    "method": lambda model, config: setattr(config, "scaled", abs),
     "new attribute": lambda model, config: setattr(model[0], "new", 1),
     "mode": lambda model, config: model[2].eval(),
     "module": lambda model, config: model.__setitem__(2, nn.Dropout(0.1)),
@@ -66,10 +73,11 @@ def test_a_write_is_seen(write: Callable[[Any, Any], object]) -> None:
     assert before.tensors(model) is None
 
 
-def test_an_attribute_of_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["scale", "scaled"])
+def test_an_attribute_of_a_class(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     model, config = model_and_config()
     before = seen(model, config)
-    monkeypatch.setattr(Config, "scale", 3.0)
+    monkeypatch.setattr(Config, name, abs)
     assert before.tensors(model) is None
 
 
@@ -86,14 +94,14 @@ def test_what_a_step_writes_is_none() -> None:
 
 class Indirect:
     def __init__(self) -> None:
-        self.items, self.scale = [1.0], 2.0
+        self.items, self.scale, self.pair, self.of_another = [1.0], 2.0, ([1.0], 2.0), Config().scaled
 
     @property
     def first(self) -> float:
         return self.items[0]
 
 
-@pytest.mark.parametrize("name", ["items", "first", "missing"])
+@pytest.mark.parametrize("name", ["items", "first", "missing", "pair", "of_another"])
 def test_what_no_dict_says_is_asked_each_time(name: str) -> None:
     owner = Owner(Indirect())
     owner.add("scale")
