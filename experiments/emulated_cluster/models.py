@@ -1,4 +1,4 @@
-"""What is trained: decoders of untied and of tied weights, and of experts."""
+"""What is trained: decoders of untied and of tied weights, of experts, with HSDP and with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from experiments.fsdp_parity.models import Attention, Block, Decoder, gpt_block, llama_block
 
 __all__ = ["MODELS", "gather_ahead", "sharded"]
 
 DIM, VOCAB = 512, 4096
+RANKS_PER_NODE = 8
 
 
 class Experts(nn.Module):
@@ -54,13 +56,28 @@ def _experts() -> nn.Module:
     return Decoder([_experts_block() for _ in range(6)], nn.RMSNorm(DIM), VOCAB, dim=DIM)
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"llama": _llama, "tied": _tied, "experts": _experts}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": _llama,
+    "tied": _tied,
+    "experts": _experts,
+    "llama, HSDP": _llama,  # sharded in a node
+    "llama, tensor parallel": _llama,  # in a node, its feed-forward layers
+}
 
 
-def sharded(name: str, mesh: DeviceMesh) -> nn.Module:
+def sharded(name: str, num_ranks: int) -> nn.Module:
     """Returns a model on which ``fully_shard`` was called: each layer and the rest."""
     torch.manual_seed(0)
     model = MODELS[name]()
+    mesh = init_device_mesh("cpu", (num_ranks,))
+    if "," in name:
+        nodes = (num_ranks // RANKS_PER_NODE, RANKS_PER_NODE)
+        mesh = init_device_mesh("cpu", nodes, mesh_dim_names=("nodes", "in node"))
+    if name.endswith("tensor parallel"):
+        styles = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+        for layer in model.layers:
+            parallelize_module(layer.mlp, mesh["in node"], styles)
+        mesh = mesh["nodes"]
     for module in [*model.layers, model]:
         fully_shard(module, mesh=mesh)
     return model

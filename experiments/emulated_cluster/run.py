@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from experiments.emulated_cluster.clock import Clock, WallClock
@@ -21,7 +20,7 @@ from graphpasses.capture import capture_train_step
 from graphpasses.capture.measure_operators import measure_operators
 from graphpasses.graph import CapturedStep, is_collective
 from graphpasses.passes import PrefetchCollectives, ScheduleCollectives, default_pipeline
-from graphpasses.passes.fsdp._moves import Moves, Program
+from graphpasses.passes.fsdp._moves import MovableReduction, Moves, Program, Segment
 from graphpasses.passes.fsdp._scheduler import lazy_schedule
 from graphpasses.passes.fsdp._timeline import Costs, Timeline, replay_order
 from graphpasses.passes.runner import GraphPass, Pipeline
@@ -67,13 +66,15 @@ class Found:
     # Exposed seconds that no order of FSDP2's collectives gets below: what must be gathered before something is
     # computed, and reduced after it.
     critical: float
+    in_place: float  # seconds of the collectives of which something is computed at once: tensor parallelism's
 
     @property
     def bound(self) -> float:
         """The larger of compute and wire, the first gather and the last reduction, less compute, in seconds."""
         planned = self.variants[ORDER].planned
         assert planned is not None
-        return max(planned.compute, planned.wire) + self.first_gather + self.last_reduction - planned.compute
+        longest = max(planned.compute + self.in_place, planned.wire)
+        return longest + self.first_gather + self.last_reduction - planned.compute
 
 
 def compare(name: str, num_ranks: int, num_rounds: int, *, is_wall: bool, tokens: int = 129) -> Found:
@@ -88,8 +89,7 @@ def compare(name: str, num_ranks: int, num_rounds: int, *, is_wall: bool, tokens
     """
     cluster = Cluster(WIRE, WallClock() if is_wall else Clock())
     with emulated_cluster(num_ranks, cluster):
-        mesh = init_device_mesh("cpu", (num_ranks,))
-        model, alone = sharded(name, mesh), sharded(name, mesh)
+        model, alone = sharded(name, num_ranks), sharded(name, num_ranks)
         gather_ahead(model, True)
         gather_ahead(alone, False)
         batch = torch.randint(0, 4096, (2, tokens), generator=torch.Generator().manual_seed(0))
@@ -110,7 +110,6 @@ def compare(name: str, num_ranks: int, num_rounds: int, *, is_wall: bool, tokens
                     took[each].append((cluster.clock.now() - start, cluster.clock.waited - waited))
                 models[each].zero_grad()
         expected = _gradients(model, runs[EAGER])
-        launches = [node for node in steps[ORDER].graph.nodes if is_collective(node)]
         costs = Costs(steps[ORDER], WIRE)
         variants = {
             each: Variant(
@@ -126,8 +125,9 @@ def compare(name: str, num_ranks: int, num_rounds: int, *, is_wall: bool, tokens
         alone_order = lazy_schedule(program, costs, 1).order
         orders = (alone_order, [*steps[ORDER].graph.nodes])
         before, after = (replay_order(order, slower, ()).exposed for order in orders)
-        ends = costs.sent(launches[0]), costs.sent(launches[-1])
-        return Found(variants, before - after, *ends, _critical(program))
+        ends = program.gathers[0].sent, _seconds_sent(program.reductions[-1])
+        in_place = sum(_sent_in_place(each, costs) for each in program.segments)
+        return Found(variants, before - after, *ends, _critical(program, costs), in_place)
 
 
 class _Slower(Costs):
@@ -159,19 +159,30 @@ def _steps(model: nn.Module, batch: Tensor, cluster: Cluster) -> dict[str, Captu
     return {name: Pipeline((each,)).run(unmoved, prove=True) for name, each in moved.items()}
 
 
-def _critical(program: Program) -> float:
-    """Returns by how much a step is longer than its compute at least, if all its collectives share a wire."""
-    computed = gathered = late = exposed = 0.0
+def _seconds_sent(reduction: MovableReduction) -> float:
+    """Returns how long a reduction is on the wires, HSDP's all-reduce after it."""
+    return reduction.sent + max((each.sent for each in reduction.then), default=0.0)
+
+
+def _sent_in_place(segment: Segment, costs: Costs) -> float:
+    launch = segment.nodes[0] if segment.communicates else None
+    return costs.sent(launch) if launch is not None and is_collective(launch) else 0.0
+
+
+def _critical(program: Program, costs: Costs) -> float:
+    """Returns by how much a step is longer than its compute at least, if all gathers and reductions share a wire."""
+    computed = in_place = gathered = late = exposed = 0.0
     left = sum(each.sent for each in program.reductions)
     for segment in program.segments:
         for gather in segment.arriving:
             gathered += gather.sent
-            late = max(late, gathered - computed)
+            late = max(late, gathered - computed - in_place)
         computed += segment.seconds + sum(each.unpacked for each in segment.arriving)
+        in_place += _sent_in_place(segment, costs)
         for reduction in segment.reducing:
-            exposed = max(exposed, late + computed + left)
+            exposed = max(exposed, late + computed + in_place + left)
             left -= reduction.sent
-    return exposed - computed
+    return exposed - computed + min((_seconds_sent(each) - each.sent for each in program.reductions), default=0.0)
 
 
 def _timeline(step: CapturedStep) -> Timeline:

@@ -95,7 +95,8 @@ def time_passes(flavor: str, num_rounds: int) -> FullSizeTiming:
             code = _timed(generate_code, step.module)[0]
             floor = _timed(lambda: generate_code(captured.copy().module))[0]
         layout = graph_layout(step)
-        proof, certificate = _timed(functools.partial(prove, layout=layout), captured, step)
+        with paused_gc():  # as in a pipeline
+            proof, certificate = _timed(functools.partial(prove, layout=layout), captured, step)
         if not certificate:
             raise RuntimeError(f"the step of Llama 3 {flavor} is not proved\n{certificate}")
         memory = _peak(run)

@@ -205,11 +205,10 @@ class Pipeline:
             GraphPassesError: what the passes themselves refuse.
         """
         notes = tuple(graph.notes) if graph.report is None else graph.report.notes
-        with accumulation_set_aside(graph.model), stages_shown():  # passes ask how FSDP2 reduces
-            with paused_gc():
-                rewritten = graph.copy()
-                folder = Path(dump) if dump is not None else None
-                reports, rounded = self._rewrite(rewritten, folder, graph_diff, keeps_rounded=prove is not False)
+        with accumulation_set_aside(graph.model), stages_shown(), paused_gc():  # passes ask how FSDP2 reduces
+            rewritten = graph.copy()
+            folder = Path(dump) if dump is not None else None
+            reports, rounded = self._rewrite(rewritten, folder, graph_diff, keeps_rounded=prove is not False)
             if prove is not False:
                 stage("proves that the passes keep bits")
             certificate = None if prove is False else self._prove(graph, rewritten, rounded)
