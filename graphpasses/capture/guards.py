@@ -262,7 +262,8 @@ class _Slices:
 
     def _look_at_sizes(self, node: fx.Node) -> None:
         """Notes of a call that cannot be computed whether its sizes can, with others in place of what is unknown."""
-        if (deciding := _SIZED_BY.get(str(node.target))) is None:
+        deciding = _SIZED_BY.get(str(node.target))
+        if deciding is None or node not in self.brought:
             return
         known: list[fx.Node] = []
         fx.node.map_arg(node.args[deciding], known.append)
@@ -274,10 +275,8 @@ class _Slices:
             return
         self._sized.add(node)
         with outside_tracing():
-            self.stand_ins |= {
-                each: torch.zeros(value.shape, dtype=value.dtype, device=value.device)
-                for each, value in shapes.items()
-            }
+            for each, value in shapes.items():  # of one element, be it as large as an embedding
+                self.stand_ins[each] = torch.zeros((), dtype=value.dtype, device=value.device).expand(value.shape)
 
     def _why_unknown(self, node: fx.Node) -> str | None:
         return next((self._unknown[key] for key in (node, *self._memory[node]) if key in self._unknown), None)
