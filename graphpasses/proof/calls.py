@@ -10,7 +10,6 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
-from graphpasses._torch import pytree
 from graphpasses._torch.fake_mode import fake_call, fake_mode_of
 from graphpasses._torch.schemas import (
     FunctionalizedCall,
@@ -108,14 +107,8 @@ class Calls(Memory):
             args, kwargs = self._read_all(target, node)
             if target == aten.constant_pad_nd.default:
                 kwargs["origin"] = origin_of_padding(node, self._inputs)
-            given = pytree.tree_leaves((args, kwargs))
-            # Of a size it counts which one it is.
-            is_known = all(
-                not isinstance(each, Value) or each.dtype is None or each.pieces is not None for each in given
-            )
-            if is_known and (
-                isinstance(next(iter(args), None), Value) or not takes_tensor(target)
-            ):  # else the call would fail
+            is_given = isinstance(next(iter(args), None), Value) or not takes_tensor(target)  # else the call would fail
+            if is_given and all(map(_is_known, (*args, *kwargs.values()))):
                 found = rule(self._table, self._made_by(node), *args, **kwargs)
         elif target in ROW_BY_ROW and (node not in self._facts.guessed or self._says_row_shape(node)):
             found = self._by_row(node, target)
@@ -328,6 +321,13 @@ def _warning_of(check: Any) -> int:
 def is_function(target: Any) -> bool:
     """Whether the results of an operator of FBGEMM that may have a state follow from its arguments."""
     return str(target) == BOUNDS_CHECK or TRACED_LOOKUP.fullmatch(str(target)) is not None
+
+
+def _is_known(value: Any) -> bool:
+    """Whether it is known of each element of a tensor, or of several, which one it is; of a size, which size."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_known, value))
+    return not isinstance(value, Value) or value.dtype is None or value.pieces is not None
 
 
 def views(call: FunctionalizedCall) -> list[Any]:
