@@ -107,8 +107,8 @@ class Calls(Memory):
             args, kwargs = self._read_all(target, node)
             if target == aten.constant_pad_nd.default:
                 kwargs["origin"] = origin_of_padding(node, self._inputs)
-            is_given = isinstance(next(iter(args), None), Value) or not takes_tensor(target)  # else the call would fail
-            if is_given and all(map(_is_known, (*args, *kwargs.values()))):
+            is_given = isinstance(next(iter(args), None), Value) or not takes_tensor(target)
+            if is_given and all(map(_is_known, (*args, *kwargs.values()))):  # else the call would fail
                 found = rule(self._table, self._made_by(node), *args, **kwargs)
         elif target in ROW_BY_ROW and (node not in self._facts.guessed or self._says_row_shape(node)):
             found = self._by_row(node, target)
