@@ -39,6 +39,8 @@ def main(
             case = f"{name}, {num_ranks} ranks"
             console.print(_table(case, found))
             console.print(_gain_text(found))
+            for variant, error in found.failed.items():
+                console.print(f"{variant}: {error}")
             missed += [f"{case}: {each}" for each in _missed(found)]
     console.print("\n".join(missed) or "nothing is missed")
     return int(bool(missed))

@@ -18,6 +18,7 @@ from experiments.emulated_cluster.upstream import BlockSchedule, UpstreamSchedul
 from experiments.fsdp_parity.models import loss_fn
 from graphpasses.capture import capture_train_step
 from graphpasses.capture.measure_operators import measure_operators
+from graphpasses.errors import PipelineError
 from graphpasses.graph import CapturedStep, is_collective
 from graphpasses.passes import PrefetchCollectives, ScheduleCollectives, default_pipeline
 from graphpasses.passes.fsdp._moves import MovableReduction, Moves, Program, Segment
@@ -67,6 +68,7 @@ class Found:
     # computed, and reduced after it.
     critical: float
     in_place: float  # seconds of the collectives of which something is computed at once: tensor parallelism's
+    failed: Mapping[str, str]  # why upstream's schedulers raise, by variant
 
     @property
     def bound(self) -> float:
@@ -93,7 +95,7 @@ def compare(name: str, num_ranks: int, num_rounds: int, *, is_wall: bool, tokens
         gather_ahead(model, True)
         gather_ahead(alone, False)
         batch = torch.randint(0, 4096, (2, tokens), generator=torch.Generator().manual_seed(0))
-        steps = _steps(model, batch, cluster)
+        steps, failed = _steps(model, batch, cluster)
         cluster.wire = WIRE
         runs: dict[str, Callable[[], object]] = {
             ALONE: lambda: loss_fn(alone, batch).backward(),
@@ -127,7 +129,7 @@ def compare(name: str, num_ranks: int, num_rounds: int, *, is_wall: bool, tokens
         before, after = (replay_order(order, slower, ()).exposed for order in orders)
         ends = program.gathers[0].sent, _seconds_sent(program.reductions[-1])
         in_place = sum(_sent_in_place(each, costs) for each in program.segments)
-        return Found(variants, before - after, *ends, _critical(program, costs), in_place)
+        return Found(variants, before - after, *ends, _critical(program, costs), in_place, failed)
 
 
 class _Slower(Costs):
@@ -144,7 +146,8 @@ def _no_time(transfer: Transfer) -> float:
     return 0.0
 
 
-def _steps(model: nn.Module, batch: Tensor, cluster: Cluster) -> dict[str, CapturedStep]:
+def _steps(model: nn.Module, batch: Tensor, cluster: Cluster) -> tuple[dict[str, CapturedStep], dict[str, str]]:
+    """Returns the step in each order, and how upstream's schedulers fail."""
     cluster.wire = _no_time
     step = measure_operators(capture_train_step(loss_fn, model, batch), batch, clock=cluster.clock.now)
     unmoved = default_pipeline(disable=("prefetch-collectives",)).run(step)
@@ -156,7 +159,16 @@ def _steps(model: nn.Module, batch: Tensor, cluster: Cluster) -> dict[str, Captu
         SAME: ScheduleCollectives(WIRE, peak),
         TWICE: ScheduleCollectives(WIRE, 2 * peak),
     }
-    return {name: Pipeline((each,)).run(unmoved, prove=True) for name, each in moved.items()}
+    steps: dict[str, CapturedStep] = {}
+    failed: dict[str, str] = {}
+    for name, each in moved.items():
+        try:
+            steps[name] = Pipeline((each,)).run(unmoved, prove=True)
+        except PipelineError as error:
+            if name not in (UPSTREAM, BLOCKS):
+                raise
+            failed[name] = str(error)
+    return steps, failed
 
 
 def _seconds_sent(reduction: MovableReduction) -> float:

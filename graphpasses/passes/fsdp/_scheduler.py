@@ -69,6 +69,7 @@ class _Player:
     def play(self) -> Schedule:
         for index, segment in enumerate(self._program.segments):
             self._index, self._memory.peak = index, self._memory.held
+            self._follow_up()
             for gather in segment.arriving:
                 while gather.launch[-1] not in self._ends:
                     self._launch_gather(gather.group)
@@ -189,13 +190,20 @@ class _Player:
             if group is None:
                 return False
             self._launch_reduction(group)
-        reduction = min(self._in_flight, key=lambda each: each.end)
+        self._wait_for(min(self._in_flight, key=lambda each: each.end))
+        return True
+
+    def _wait_for(self, reduction: MovableReduction) -> None:
         self._in_flight.remove(reduction)
         self._now = max(self._now, reduction.end)
         self._emit(reduction.arrive)
         for each in reduction.then:
             self._ready[each.group].append(each)
-        return True
+
+    def _follow_up(self) -> None:
+        """Waits for the reductions that have ended and that others follow: HSDP's all-reduces need not be late."""
+        for reduction in [each for each in self._in_flight if each.then and each.end <= self._now]:
+            self._wait_for(reduction)
 
 
 @dataclass(frozen=True)

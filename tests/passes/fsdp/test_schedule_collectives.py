@@ -18,6 +18,7 @@ from graphpasses.analysis.parameter_collectives import collective_ranks
 from graphpasses.errors import PipelineError
 from graphpasses.fsdp import BucketPlan, Reduction
 from graphpasses.fsdp.graph_layout import graph_layout
+from graphpasses.fsdp.layout import BucketLayout
 from graphpasses.graph import WAIT, TrainGraph, is_collective
 from graphpasses.graph.operator_seconds import OperatorSeconds
 from graphpasses.graph.pass_report import PassReport
@@ -70,6 +71,10 @@ def run(graph: TrainGraph, budget: int | None = None, *, prove: bool = False) ->
     return Pipeline((ScheduleCollectives(WIRE, budget),)).run(graph, prove=prove)
 
 
+def buckets(graph: TrainGraph, collective: str) -> list[BucketLayout]:
+    return [bucket for bucket in graph_layout(graph).buckets if bucket.collective == collective]
+
+
 def timeline(graph: TrainGraph) -> Timeline:
     costs = Costs(graph, WIRE)
     moves = Moves(graph, costs)
@@ -90,6 +95,14 @@ def test_more_memory_less_waiting(hybrid: bool) -> None:
         assert each.seconds <= fsdp2.seconds
     assert found[-1].seconds < 0.95 * fsdp2.seconds
     assert found[-1].peak > fsdp2.peak
+
+
+def test_all_reduces_of_hsdp_start_while_gradients_are_computed() -> None:
+    with on_fake_ranks(model(), hybrid=True) as captured:
+        graph = run(bucketed(captured), 10**6)
+    launched = [str(node.target) for node in graph.graph.nodes if is_collective(node)]
+    reductions = [target for target in launched if "reduce" in target]
+    assert "all_reduce" in reductions[2]
 
 
 def test_parameters_are_kept_if_there_is_memory_for_them() -> None:
@@ -127,7 +140,9 @@ def test_only_the_order_changes(hybrid: bool) -> None:
             node.name: node.format_node() for node in graph.graph.nodes
         }
         assert [node.name for node in result.graph.nodes] != [node.name for node in graph.graph.nodes]
-        assert graph_layout(result) == graph_layout(graph)
+        for collective in ("reduce_scatter", "all_reduce"):  # each has a wire of its own, and its order there
+            assert buckets(result, collective) == buckets(graph, collective)
+        assert bool(buckets(graph, "all_reduce")) == hybrid
 
 
 def test_same_on_every_rank() -> None:
