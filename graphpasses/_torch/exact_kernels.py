@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
+from torch._functorch import config as functorch_config
+from torch._guards import TracingContext, tracing
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from graphpasses._torch.fake_mode import fake_mode_of
 
 # What would let two operators become another, or an operator become an approximation.
 _EXACT = {
@@ -30,13 +36,30 @@ _EXACT = {
     "freezing": False,
 }
 
-Kernel = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
-"""Takes a list of tensors, which it empties."""
+
+@dataclass(frozen=True)
+class Kernel:
+    """What Inductor compiled."""
+
+    call: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+    # Under which it is on disk, of its operators, torch, the processor and all settings; None if it is not kept.
+    name: str | None
+
+    def __call__(self, tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Runs it on a list of tensors, which it empties."""
+        return self.call(tensors)
 
 
 def cache_folder() -> Path:
     """Returns the folder in which Inductor keeps what it compiled."""
     return Path(cache_dir())
+
+
+def compiler_version() -> str:
+    """Returns what the compiler says of itself that Inductor calls."""
+    from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
+
+    return str(get_compiler_version_info(get_cpp_compiler()))
 
 
 def fused_multiply_add(a: Any, b: Any, c: Any) -> Any:
@@ -48,7 +71,7 @@ def fused_multiply_add(a: Any, b: Any, c: Any) -> Any:
 
 def trace_exactly(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
     """Returns the operators that a function on tensors calls, for inputs of known sizes."""
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(shape_env=ShapeEnv())
     with mode, torch.no_grad():
         fakes = [
             torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device) for each in inputs
@@ -76,6 +99,8 @@ def compile_exactly(function: Callable[..., Any], inputs: Sequence[torch.Tensor]
 
     traced = trace_exactly(function, inputs)
     fakes = [node.meta["val"] for node in traced.graph.find_nodes(op="placeholder")]
-    with config.patch(_EXACT), torch.no_grad():
+    # Without these Inductor keeps nothing on disk of what is no graph of AOTAutograd's.
+    kept, context = functorch_config.patch(bundled_autograd_cache=False), TracingContext(fake_mode_of(fakes))
+    with config.patch(_EXACT), kept, tracing(context), torch.no_grad():
         compiled: Any = compile_fx_inner(traced, fakes)
-    return cast(Kernel, getattr(compiled, "current_callable", None) or compiled)
+    return Kernel(compiled.current_callable, compiled._fx_graph_cache_key)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses.errors import PipelineError
 from graphpasses.fusion.adversarial import find_difference
 from graphpasses.fusion.exact_operators import run_exactly
+from graphpasses.fusion.kept import keep, read_kept
 from graphpasses.fusion.list_updates import UPDATES, UpdateKernels, Updates
 from graphpasses.fusion.regions import is_only_view, marked_regions
 from graphpasses.graph.nodes import freeze, named_call
@@ -168,17 +170,26 @@ def _replace(graph: fx.Graph, calls: Calls | Updates, copies: dict[fx.Node, fx.N
 
 
 def _check_bits(regions: Sequence[Calls | Updates], kernels: dict[Hashable, Kernel], compiled: set[Hashable]) -> None:
-    """Raises if a kernel that was just compiled has other bits than eager's operators, and forgets all of those."""
-    seen: set[Hashable] = set()
+    """Raises if a kernel that was just compiled has other bits than eager's operators, and forgets all of those.
+
+    On one machine it is asked once: what is equal is kept on disk.
+    """
+    checked = read_kept("exact_kernels")
+    found = dict.fromkeys(checked, True)
     for calls in regions:
-        keys = tuple(part.key() for part in calls.columns)
-        if keys in seen or compiled.isdisjoint(keys):
+        keys = {part.key(): None for part in calls.columns}
+        names = [kernels[key].name for key in keys]
+        name = sha256(str((torch.get_num_threads(), *keys, *names)).encode()).hexdigest()
+        if name in found or compiled.isdisjoint(keys):
             continue
-        seen.add(keys)
-        if found := calls.find_difference(kernels):
+        if difference := calls.find_difference(kernels):
             for key in compiled:
                 del kernels[key]
             raise PipelineError(
-                f"a kernel of exact operators has other bits than eager's: {found}; leave 'fuse-exactly' out, and "
-                f"report the operators: {', '.join(map(named_call, calls.nodes))}"
+                f"a kernel of exact operators has other bits than eager's: {difference}; leave 'fuse-exactly' out, "
+                f"and report the operators: {', '.join(map(named_call, calls.nodes))}"
             )
+        if all(names):
+            found[name] = True
+    if len(found) > len(checked):
+        keep("exact_kernels", found)

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import inspect
-import json
-import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from graphpasses._torch import exact_kernels
-from graphpasses._torch.exact_kernels import cache_folder, compile_exactly
+from graphpasses._torch.exact_kernels import compile_exactly
 from graphpasses._torch.schemas import schemas
 from graphpasses.analysis.levels import grouped
 from graphpasses.fusion import exact_operators
 from graphpasses.fusion.adversarial import num_different
 from graphpasses.fusion.exact_operators import MEASURED, Function, run_exactly
+from graphpasses.fusion.kept import keep, read_kept
 
 _NUM_VALUES = 2**16
 _TAIL = 15  # elements, fewer than a vector has
@@ -32,31 +28,18 @@ def exact_functions(wanted: Collection[Function]) -> frozenset[Function]:
     A function counts whose results are eager's on all values, in vectors and in tails: eager's own may differ between
     these, and then depend on the place.
     """
-    path = cache_folder() / "exact_functions" / f"{_digest()}.json"
-    known: dict[str, bool] = json.loads(path.read_text()) if path.exists() else {}
+    known = read_kept("exact_functions")
     missing = sorted((each for each in wanted if _name(*each) not in known), key=str)
     for functions in grouped(missing, key=lambda each: each[1]):
         is_equal = _compare([target for target, _ in functions], functions[0][1])
         known |= {_name(*each): equal for each, equal in zip(functions, is_equal, strict=True)}
     if missing:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        own = path.with_suffix(f".{os.getpid()}")
-        own.write_text(json.dumps(known))
-        own.replace(path)
+        keep("exact_functions", known)
     return frozenset(each for each in wanted if known[_name(*each)])
 
 
 def _name(target: Any, dtype: torch.dtype) -> str:
     return f"{target} {dtype}"
-
-
-@functools.cache
-def _digest() -> str:
-    """Returns a digest of all that a comparison depends on: torch, what of the processor it uses, our own code."""
-    modules = (exact_kernels, exact_operators, inspect.getmodule(exact_functions))
-    parts = [torch.__version__, torch.backends.cpu.get_cpu_capability(), str(torch.cpu.get_capabilities())]
-    parts += [inspect.getsource(module) for module in modules if module is not None]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def _compare(targets: Sequence[Any], dtype: torch.dtype) -> list[bool]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 from graphpasses.capture import capture_train_step
@@ -60,3 +61,13 @@ def test_an_update_is_compared_in_the_memory_of_a_step_and_one_copy_of_the_gradi
     first, _ = allocated(step)
     most, left = allocated(lambda: capture_train_step(mean_square, module, X, optimizer=optimizer, clip_norm=1.0))
     assert (left, most <= first + GRADIENTS + SLACK) == (0, True)
+
+
+def test_what_stands_in_for_a_parameter_takes_no_memory() -> None:
+    def loss_fn(model: nn.Embedding, chosen: torch.Tensor) -> torch.Tensor:
+        return model.weight[chosen].sum()
+
+    with FakeTensorMode():
+        model = nn.Embedding(2**20, 2**20)
+    for chosen in (torch.tensor([1, 2]), torch.arange(2**20) < 2):
+        assert len(capture_train_step(loss_fn, model, chosen).captures) == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphpasses.fusion import measured
+from graphpasses.fusion import kept, measured
 from graphpasses.fusion.exact_operators import MEASURED
 from graphpasses.fusion.measured import exact_functions
 
@@ -17,7 +17,7 @@ SILU, EXPM1 = (aten.silu.default, torch.bfloat16), (aten.expm1.default, torch.bf
 
 @pytest.mark.slow
 def test_a_function_with_other_bits_is_told_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(kept, "cache_folder", lambda: tmp_path)
     # Inductor's is exp(x) - 1 there
     monkeypatch.setitem(MEASURED, aten.expm1.default, lambda x: aten.exp.default(x) - 1)
     assert exact_functions({SILU, EXPM1}) == {SILU}

@@ -1,0 +1,45 @@
+"""What was found out about kernels on this machine: kept on disk, beside what Inductor compiled."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from graphpasses._torch import exact_kernels
+from graphpasses._torch.exact_kernels import cache_folder, compiler_version
+from graphpasses.fusion import adversarial, exact_operators
+
+
+def read_kept(name: str) -> dict[str, bool]:
+    """Returns what was found out under a name, by this version of all that it depends on."""
+    path = _path(name)
+    found: dict[str, bool] = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+def keep(name: str, found: Mapping[str, bool]) -> None:
+    """Adds what was found out; of processes that do so at once the last one's stays."""
+    path = _path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    own = path.with_suffix(f".{os.getpid()}")
+    own.write_text(json.dumps({**read_kept(name), **found}))
+    own.replace(path)
+
+
+def _path(name: str) -> Path:
+    return cache_folder() / name / f"{_digest()}.json"
+
+
+@functools.cache
+def _digest() -> str:
+    """Returns a digest of what kernels depend on: torch, the compiler, what the processor has, our own code."""
+    parts = [torch.__version__, torch.backends.cpu.get_cpu_capability(), str(torch.cpu.get_capabilities())]
+    parts += [compiler_version(), *map(inspect.getsource, (exact_kernels, exact_operators, adversarial))]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
