@@ -31,7 +31,7 @@ def test_a_kernel_has_a_name_by_what_it_computes() -> None:
     x = torch.ones(4, 8)
     functions: list[Callable[..., list[torch.Tensor]]] = [
         lambda x: [x + 1.0],
-        lambda y: [y + 1.0],
+        lambda x: [x + 1.0],
         lambda x: [x + 2.0],
     ]
     one, same, other = (compile_exactly(function, [x]).name for function in functions)
