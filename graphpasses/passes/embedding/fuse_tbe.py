@@ -267,6 +267,10 @@ class FuseTBE(GraphPass):
     A table that the model looks up twice is left alone: its optimizer would see one gradient where it sees two.
     Collectives keep their order, so where TorchRec shards several modules ``hoist-input-dists`` comes before.
 
+    Raises (from ``rewrite``):
+        ArenaError: two lookups claim one memory.
+        AgreementError: the ranks compile different collectives.
+
     Example:
         >>> import torchrec  # graphpasses.compile traces FBGEMM's modules where TorchRec is loaded
         >>> from fbgemm_gpu import split_table_batched_embeddings_ops_training as tbe
@@ -293,12 +297,7 @@ class FuseTBE(GraphPass):
     runs_after = frozenset({"hoist-input-dists"})
 
     def rewrite(self, graph: TrainGraph) -> int:
-        """Rewrites ``graph`` in place; returns the number of lookups that became part of another.
-
-        Raises:
-            ArenaError: two lookups claim one memory.
-            AgreementError: the ranks compile different collectives.
-        """
+        """Rewrites ``graph`` in place; returns the number of lookups that became part of another."""
         graph = DynamoGraph.of(graph)
         groups, order = _plan(graph)
         if groups:
