@@ -5,17 +5,17 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphpasses._torch.storage import is_movable, move_storage
 from graphpasses.errors import ArenaError
+from graphpasses.graph import DynamoGraph
 
 # Where torch's CPU allocator begins a tensor.
 _ALIGNMENT = 64
@@ -96,9 +96,11 @@ class Arena:
             _CONTAINING[tensor] = (flat, _offset(tensor, flat))
         return cls(flat, tuple(names), tuple(_offset(tensor, flat) for tensor in tensors))
 
-    def input_check(self, positions: Sequence[int]) -> Callable[[Sequence[Any]], None]:
-        """Returns :meth:`check` of a graph's inputs; ``positions`` say where in them the arena's tensors are."""
-        return lambda values: self.check([values[position] for position in positions])
+    def check_inputs(self, graph: DynamoGraph, nodes: Iterable[fx.Node]) -> None:
+        """Lets each call of a graph :meth:`check` the arena's tensors, which some of its placeholders carry."""
+        place = {node: index for index, node in enumerate(graph.placeholders)}
+        positions = [place[node] for node in nodes]
+        graph.input_checks.append(lambda values: self.check([values[position] for position in positions]))
 
     def check(self, tensors: Sequence[Tensor]) -> None:
         """Raises unless the arena's tensors, in order, lie where they were put; cheap enough for every step."""

@@ -19,12 +19,7 @@ from graphpasses.graph import DynamoGraph, InputKind
 _SIGNATURE = inspect.signature(F.embedding_bag)
 
 # Options of `embedding_bag` that TBE does not have, and the value that turns each off.
-_OFF: dict[str, object] = {
-    "max_norm": None,
-    "scale_grad_by_freq": False,
-    "sparse": False,
-    "padding_idx": None,
-}
+_OFF: dict[str, object] = {"max_norm": None, "scale_grad_by_freq": False, "sparse": False, "padding_idx": None}
 
 
 @dataclass(frozen=True)

@@ -52,9 +52,7 @@ class MergedPooledAllToAll:
             by_rank = [*zip(*map(self._gradient_by_rank, self._members), strict=True)]
             pieces = [[piece for piece in of_rank if piece is not None] for of_rank in by_rank]
             self._sent = self._emit(
-                PACK_POOLED_EMBEDDINGS,
-                [piece for of_rank in pieces for piece in of_rank],
-                [*map(len, pieces)],
+                PACK_POOLED_EMBEDDINGS, [piece for of_rank in pieces for piece in of_rank], [*map(len, pieces)]
             )
         elif self._own:
             joined = self._joined_tables()

@@ -61,21 +61,14 @@ def plan_joins(lookups: Sequence[BatchOfBags]) -> list[tuple[int, ...]]:
     costs = [lookups[index].cost_of_sample for index in order]
     weights = [0.0, *accumulate(costs)]
     weighted = [0.0, *accumulate(cost * sizes[index] for cost, index in zip(costs, order, strict=True))]
+
+    def padding(start: int, end: int) -> float:
+        return sizes[order[start]] * (weights[end] - weights[start]) - (weighted[end] - weighted[start])
+
     # The least cost of the first lookups, and where the last of their joined lookups begins.
     best: list[tuple[float, int]] = [(0.0, 0)]
     for end in range(1, len(order) + 1):
-        best.append(
-            min(
-                (
-                    best[start][0]
-                    + _LOOKUP
-                    + sizes[order[start]] * (weights[end] - weights[start])
-                    - (weighted[end] - weighted[start]),
-                    start,
-                )
-                for start in range(end)
-            )
-        )
+        best.append(min((best[start][0] + _LOOKUP + padding(start, end), start) for start in range(end)))
     groups, end = [], len(order)
     while end:
         start = best[end][1]

@@ -149,7 +149,7 @@ class DistributedModelParallel(torchrec_model_parallel.DistributedModelParallel)
         """Returns a copy on a device, whose modules have all the names that this one's have."""
         with groups_are_kept(), one_name_each(self.module, _is_sharded) as aliases:
             copied: DistributedModelParallel = super().copy(device)
-            give_names(aliases, copied_to=copied.module)
+            give_names(aliases, copied.module)
         return copied
 
     def reshard(
@@ -219,9 +219,6 @@ class DistributedModelParallel(torchrec_model_parallel.DistributedModelParallel)
         TorchRec's ``DistributedModelParallel`` misses a module that does not come under each of its names. The state
         of its fused optimizer has first names alone, as here.
 
-        Args:
-            state_dict: of this model.
-
         Example, on all ranks::
 
             model.under_all_names(model.state_dict())
@@ -261,8 +258,7 @@ class DistributedModelParallel(torchrec_model_parallel.DistributedModelParallel)
         with one_name_each(self.module, _is_sharded):
             result = super().load_state_dict(given, strict=strict)
         return result._replace(
-            missing_keys=[prefix + key for key in missing],
-            unexpected_keys=[prefix + key for key in unexpected],
+            missing_keys=[prefix + key for key in missing], unexpected_keys=[prefix + key for key in unexpected]
         )
 
 
@@ -274,10 +270,7 @@ class _FusedOptimizer(CombinedOptimizer):  # type: ignore[misc]
     """Loads the state of a module also from under several names."""
 
     def __init__(
-        self,
-        optimizers: list[tuple[str, KeyedOptimizer]],
-        model: nn.Module,
-        group: dist.ProcessGroup | None,
+        self, optimizers: list[tuple[str, KeyedOptimizer]], model: nn.Module, group: dist.ProcessGroup | None
     ) -> None:
         super().__init__(optimizers)
         self._canonical, self._group = _second_names(model), group

@@ -125,9 +125,7 @@ def _under_all_names(sharding_plan: ShardingPlan, identity: IdentityMap) -> Shar
 
 
 def _by_table(
-    model: nn.Module,
-    sharders: Mapping[type[nn.Module], ModuleSharder[nn.Module]],
-    constraints: Mapping[str, Any],
+    model: nn.Module, sharders: Mapping[type[nn.Module], ModuleSharder[nn.Module]], constraints: Mapping[str, Any]
 ) -> dict[str, ParameterConstraints]:
     """Returns constraints by the names of tables alone, as TorchRec looks them up."""
     table_of = {
@@ -206,10 +204,7 @@ def _difference(one: Any, other: Any) -> str:
 
 
 def _check_module(
-    fqn: str,
-    module: nn.Module,
-    module_plan: Any,
-    sharders: Mapping[type[nn.Module], ModuleSharder[nn.Module]],
+    fqn: str, module: nn.Module, module_plan: Any, sharders: Mapping[type[nn.Module], ModuleSharder[nn.Module]]
 ) -> None:
     if isinstance(module, ShardedModule):
         raise ShardingError(_is_sharded(fqn, module) + ", or leave it out of the plan")

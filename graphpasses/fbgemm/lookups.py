@@ -69,50 +69,35 @@ def _shifted(parts: Sequence[Sequence[int]], starts: Sequence[int]) -> tuple[int
 
 
 @dataclass(frozen=True)
-class LiveInput:
-    """An input of the graph: its position, what it is, and the live tensor that it was given."""
-
-    position: int
-    fqn: str
-    tensor: Tensor
-
-
-@dataclass(frozen=True)
 class LookupCall:
     """One call in a ``DYNAMO`` graph of ``split_embedding_codegen_lookup_<optimizer>_function_pt2``."""
 
     node: fx.Node
+    module: str  # FQN of the module that looks up, e.g. ``ebc._lookups[0]._emb_modules.0._emb_module``
     optimizer: str  # ``"sgd"``, ``"adagrad"`` or ``"rowwise_adagrad"``
     arguments: Mapping[str, Any]  # by their names in the op's schema
-    inputs: Mapping[fx.Node, LiveInput]  # those of the arguments that are inputs of the graph
+    inputs: Mapping[fx.Node, Tensor]  # of those of the arguments that are inputs of the graph, the live tensors
 
     @classmethod
     def all(cls, graph: DynamoGraph) -> list[LookupCall]:
         """Returns the lookups of a ``DYNAMO`` graph, in order, except those by other optimizers."""
-        inputs = {
-            node: LiveInput(position, item.fqn, tensor)
-            for position, (node, item, tensor) in enumerate(
-                zip(graph.placeholders, graph.inputs, graph.live, strict=True)
-            )
-            if isinstance(tensor, Tensor)
-        }
+        placeholders = graph.placeholders
+        fqns = {node: item.fqn for node, item in zip(placeholders, graph.inputs, strict=True)}
+        live = {node: each for node, each in zip(placeholders, graph.live, strict=True) if isinstance(each, Tensor)}
         calls = []
         for node in graph.graph.nodes:
             if (optimizer := FUSED_OPTIMIZERS.get(str(node.target).removesuffix(".default"))) is not None:
-                own = {other: inputs[other] for other in node.all_input_nodes if other in inputs}
-                calls.append(cls(node, optimizer, named_arguments(node), own))
+                arguments = named_arguments(node)
+                weights = arguments["weights"][0]
+                module = fqns.get(weights, weights.name).removesuffix(".weights_host")
+                own = {other: live[other] for other in node.all_input_nodes if other in live}
+                calls.append(cls(node, module, optimizer, arguments, own))
         return calls
-
-    @property
-    def module(self) -> str:
-        """FQN of the module that looks up, e.g. ``ebc._lookups[0]._emb_modules.0._emb_module``."""
-        weights = self.states[0]
-        return self.inputs[weights].fqn.removesuffix(".weights_host") if weights in self.inputs else weights.name
 
     @property
     def state_tensors(self) -> tuple[Tensor, ...]:
         """The live tensors of ``states``; of a call that :meth:`reject_reason` accepts."""
-        return tuple(self.inputs[node].tensor for node in self.states)
+        return tuple(self.inputs[node] for node in self.states)
 
     @property
     def states(self) -> tuple[fx.Node, ...]:
@@ -148,9 +133,9 @@ class LookupCall:
             return "it uses FBGEMM's feature_requires_grad, a cache, or statistics"
         if arguments["aux_bool"][_GLOBAL_WEIGHT_DECAY]:
             return "its optimizer decays all rows, looked up or not"
-        if self.inputs[arguments["weights"][1]].tensor.ne(HOST).any():
+        if self.inputs[arguments["weights"][1]].ne(HOST).any():
             return "its tables lie in several memories"
-        if self.inputs[arguments["hash_size_cumsum"]].tensor.diff()[-1] == 0:
+        if self.inputs[arguments["hash_size_cumsum"]].diff()[-1] == 0:
             return "its last table has no rows"
         return None
 
@@ -167,7 +152,7 @@ class LookupCall:
         """Returns where the tables lie; for a call that :meth:`reject_reason` accepts."""
 
         def numbers(node: fx.Node) -> tuple[int, ...]:
-            return tuple(self.inputs[node].tensor.tolist())
+            return tuple(self.inputs[node].tolist())
 
         *first_rows, num_rows = numbers(self.arguments["hash_size_cumsum"])
         return TableLayout(
@@ -191,6 +176,6 @@ class LookupCall:
             arguments["output_dtype"],
             arguments["indice_weights"] is not None,
             None if self.is_pooled else arguments["max_D"],
-            self.inputs[arguments["learning_rate_tensor"]].tensor.item(),
+            self.inputs[arguments["learning_rate_tensor"]].item(),
             *map(tuple, lists),
         )

@@ -122,10 +122,8 @@ def order_launches(needed: Sequence[int], keys: Sequence[object]) -> list[tuple[
 def _out_of_order(ordered: Sequence[tuple[int, ...]], needed: Sequence[int]) -> int | None:
     """Returns the first collective that comes before, or with, one that it needs."""
     place = {index: position for position, unit in enumerate(ordered) for index in unit}
-    for index, mask in enumerate(needed):
-        if any(place[other] >= place[index] for other in _bits(mask)):
-            return index
-    return None
+    wrong = (i for i, mask in enumerate(needed) if any(place[other] >= place[i] for other in _bits(mask)))
+    return next(wrong, None)
 
 
 def _bits(mask: int) -> Iterator[int]:

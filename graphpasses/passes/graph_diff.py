@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from graphpasses._torch.operator_facts import kind_of
+from graphpasses.analysis.levels import grouped
 from graphpasses.graph import TrainGraph
 from graphpasses.graph.pass_report import Hunk
 
@@ -46,14 +47,12 @@ def diff_lines(before: Sequence[Line], after: Sequence[Line]) -> tuple[tuple[Hun
             " " if line.node in staying else "~" if other.get(line.node) == line.text else mark for line in lines
         ]
         sides.append(_Side(lines, marks))
-    places_of: dict[object, list[tuple[slice, slice]]] = {}
-    for place in _places(kept, len(before), len(after)):
-        places_of.setdefault(tuple(map(_Side.signature, sides, place)), []).append(place)
-    patterns = list(places_of.values())
+    places = _places(kept, len(before), len(after))
+    patterns = grouped(places, key=lambda place: tuple(map(_Side.signature, sides, place)))
     before_side, after_side = sides
     found = (
-        Hunk(before_side.show(places[0][0]), after_side.show(places[0][1]), len(places))
-        for places in patterns[:_MAX_HUNKS]
+        Hunk(before_side.show(first[0]), after_side.show(first[1]), 1 + len(others))
+        for first, *others in patterns[:_MAX_HUNKS]
     )
     return tuple(found), sum(map(len, patterns[_MAX_HUNKS:]))
 

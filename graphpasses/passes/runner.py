@@ -63,20 +63,10 @@ class GraphPass(abc.ABC):
 
     @abc.abstractmethod
     def rewrite(self, graph: TrainGraph) -> int:
-        """Rewrites ``graph`` in place.
-
-        Args:
-            graph: the step; the pass owns this copy.
-
-        Returns:
-            The number of rewrites; 0 if nothing changed.
-        """
+        """Rewrites ``graph``, a copy that the pass owns; returns the number of rewrites, 0 if nothing changed."""
 
     def uuid(self) -> str:
-        """Returns a digest of what the pass does, for compilers' caches: of its options and of what it may run.
-
-        That is its own module, the package that this belongs to, and graphpasses.
-        """
+        """Returns a digest for compilers' caches: of the pass's options, its module and package, and graphpasses."""
         module = sys.modules[type(self).__module__]
         package = getattr(sys.modules.get(module.__name__.partition(".")[0]), "__path__", ())
         folders = dict.fromkeys([str(Path(__file__).parents[1]), *package])
@@ -164,11 +154,7 @@ class Pipeline:
                 raise PipelineError(f"pass {p.name!r} must run after {late[0]!r}: move it later in the pipeline")
 
     def at(self, stage: Stage) -> Pipeline:
-        """Returns the pipeline of those passes that accept graphs of a stage.
-
-        Args:
-            stage: the part of a step that a graph holds.
-        """
+        """Returns the pipeline of those passes that accept graphs of a stage."""
         names = [p.name for p in self.passes]
         end = len(names) if self.stop_after is None else names.index(self.stop_after) + 1
         passes = self.passes[:end]

@@ -35,11 +35,7 @@ def names(model: nn.Module) -> list[str]:
 
 def test_aliases() -> None:
     aliases = find_aliases(shared(), is_table)
-    assert [(alias.fqn, alias.canonical) for alias in aliases] == [
-        ("a.1", "a.0"),
-        ("b", "a"),
-        ("last.0", "a.0"),
-    ]
+    assert [(alias.fqn, alias.canonical) for alias in aliases] == [("a.1", "a.0"), ("b", "a"), ("last.0", "a.0")]
 
 
 def test_nothing_is_shared() -> None:
@@ -85,6 +81,6 @@ def test_a_copy_gets_them() -> None:
     model, copy = shared(), shared()
     for parent, name in ((copy.a, "1"), (copy, "b"), (copy.last, "0")):
         del parent._modules[name]
-    give_names(find_aliases(model, is_table), copied_to=copy)
+    give_names(find_aliases(model, is_table), copy)
     assert names(copy) == names(model)
     assert copy.a[0] is copy.a[1] is copy.b[0] is copy.last[0] is not model.a[0]

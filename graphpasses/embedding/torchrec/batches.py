@@ -8,10 +8,7 @@ from typing import Any
 from graphpasses.graph.batch_structure import Containers
 
 _JAGGED = ("._values", "._weights", "._lengths", "._offsets")
-_FIELDS = {
-    "KeyedJaggedTensor": (*_JAGGED, "._stride_per_key_per_rank", "._inverse_indices"),
-    "JaggedTensor": _JAGGED,
-}
+_FIELDS = {"KeyedJaggedTensor": (*_JAGGED, "._stride_per_key_per_rank", "._inverse_indices"), "JaggedTensor": _JAGGED}
 _TAKEN = ("KeyedJaggedTensor", "JaggedTensor", "KeyedTensor")
 
 

@@ -18,20 +18,14 @@ _REASON = "the optimizer of these tables decides by its steps, which no graph ca
 def managed_collisions(original: None) -> Callable[..., Any]:
     """Makes a sharded module of managed collisions run eagerly: it replaces the memory of its buffers."""
     reason = "zero-collision hashing replaces the memory of its buffers, which no graph can: it runs eagerly"
-    return _eagerly(_inherited_forward(is_waited=True), reason)
+    forward = _inherited_forward()
+    return _eagerly_if(lambda module: True, forward, _waiting(forward), reason)
 
 
 def embeddings_by_steps(original: None) -> Callable[..., Any]:
     """Makes a sharded collection run eagerly, on all ranks, if an optimizer of its tables decides by its steps."""
-    inherited = _inherited_forward()
-    eagerly = _eagerly(_inherited_forward(is_waited=True), _REASON)
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() and self.graphpasses_decides_by_steps():
-            return eagerly(self, *args, **kwargs)
-        return inherited(self, *args, **kwargs)
-
-    return forward
+    forward = _inherited_forward()
+    return _eagerly_if(lambda module: module.graphpasses_decides_by_steps(), forward, _waiting(forward), _REASON)
 
 
 @constant
@@ -49,16 +43,11 @@ def graphpasses_decides_by_steps(self: Any) -> bool:
 
 def lookup_by_steps(original: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a TBE run eagerly if its optimizer decides by its steps, where no sharded collection does."""
-    eagerly = _eagerly(original, _REASON)
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() and (
-            self._used_rowwise_adagrad_with_counter or self.optimizer.name in _OPTIMIZERS
-        ):
-            return eagerly(self, *args, **kwargs)
-        return original(self, *args, **kwargs)
+    def decides(module: Any) -> bool:
+        return bool(module._used_rowwise_adagrad_with_counter) or module.optimizer.name in _OPTIMIZERS
 
-    return forward
+    return _eagerly_if(decides, original, original, _REASON)
 
 
 def begun_by_pipeline(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,23 +56,31 @@ def begun_by_pipeline(original: Callable[..., Any]) -> Callable[..., Any]:
         "TorchRec's pipeline has begun this module's input dist, so it runs eagerly: give the pipeline what "
         "torch.compile(model) returns, not a model compiled in place, to have it in the graph"
     )
-    eagerly = _eagerly(_waiting(original), reason)
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return (eagerly if torch.compiler.is_dynamo_compiling() else original)(self, *args, **kwargs)
-
-    call.__name__ = original.__name__
-    return call
+    return _eagerly_if(lambda module: True, original, _waiting(original), reason)
 
 
-def _inherited_forward(*, is_waited: bool = False) -> Callable[..., Any]:
-    """Returns the forward of sharded modules, or one that waits."""
+def _inherited_forward() -> Callable[..., Any]:
     from torchrec.distributed.types import ShardedModule
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return ShardedModule.forward(self, *args, **kwargs)
 
-    return _waiting(forward) if is_waited else forward
+    return forward
+
+
+def _eagerly_if(
+    condition: Callable[[Any], bool], original: Callable[..., Any], eager: Callable[..., Any], reason: str
+) -> Callable[..., Any]:
+    """Returns what breaks the graph and runs ``eager`` where Dynamo traces a module of which a condition holds."""
+    eagerly: Callable[..., Any] = torch.compiler.disable(eager, reason=reason)  # type: ignore[no-untyped-call]
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() and condition(self):
+            return eagerly(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    call.__name__ = original.__name__
+    return call
 
 
 def _waiting(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,7 +94,3 @@ def _waiting(forward: Callable[..., Any]) -> Callable[..., Any]:
         return LazyNoWait(outputs.wait())
 
     return wait
-
-
-def _eagerly(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
-    return torch.compiler.disable(function, reason=reason)  # type: ignore[no-any-return, no-untyped-call]

@@ -120,10 +120,7 @@ _RULES: dict[str, Rule] = {
         call.host_weights, dtype=call.grad_output.dtype
     ),
     r"permute_pooled_embs_auto_grad_split": lambda call: torch.empty_like(call.pooled_embs),
-    r"permute_sequence_embeddings": lambda call: (
-        _permuted_lengths(call),
-        _empty(call.embeddings, _dynamic_size()),
-    ),
+    r"permute_sequence_embeddings": lambda call: (_permuted_lengths(call), _empty(call.embeddings, _dynamic_size())),
     r"permute_sparse_data": _permuted_features,
     r"bucketize_sparse_features": _bucketized,
     r"get_unique_indices": _unique,
@@ -144,10 +141,7 @@ _RULES: dict[str, Rule] = {
     r"jagged_slice_forward": lambda call: _empty(call.x_values, call.num_output_rows),
     r"jagged_1d_to_truncated_values": lambda call: _empty(call.values, _dynamic_size()),
     r"jagged_softmax": lambda call: (_empty(call.values, *call.values.shape), call.x_offsets),
-    r"jagged_dense_bmm": lambda call: (
-        _empty(call.x_values, call.x_values.size(0), call.y.size(-1)),
-        call.x_offsets,
-    ),
+    r"jagged_dense_bmm": lambda call: (_empty(call.x_values, call.x_values.size(0), call.y.size(-1)), call.x_offsets),
     r"jagged_acc_weights_and_counts": lambda call: _empty(
         call.weights, call.num_unique_indices, 2, dtype=torch.float32
     ),

@@ -19,30 +19,19 @@ from graphpasses._torch.dynamo import mark_any_length, mark_varying
 from graphpasses.ops.autograd_functions import alias_tensors
 
 
-@dataclasses.dataclass(frozen=True)
-class PreparedInputs:
-    """What to call a compiled function with, instead of what the user gave."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    prepare: _Prepare | None = None  # what replaced the user's containers
-
-    def write_back(self) -> None:
-        """Does to the user's containers what the call did to those that replaced them."""
-        if self.prepare is not None:
-            self.prepare.write_back()
-
-
-def prepare_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PreparedInputs:
+def prepare_inputs(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], Callable[[], None]]:
     """Replaces (key-)jagged tensors by ones without caches, whose numbers of values and samples may vary.
 
     They are found in tuples, lists, dicts, dataclasses and TorchRec's ``Pipelineable`` objects. Tensors beside them
-    become aliases if their first dim is a number of samples, which may vary. Nothing that the user holds changes.
+    become aliases if their first dim is a number of samples, which may vary. Nothing that the user holds changes, but
+    by the function that comes after the arguments: it does to the user's containers what was done to the new ones.
     """
     value = (tuple(args), dict(kwargs))
     jagged: Any = sys.modules.get("torchrec.sparse.jagged_tensor")
     if jagged is None:
-        return PreparedInputs(*value)
+        return *value, lambda: None
     keyed = {id(features): _prepare_keyed(features) for features in _find_keyed(jagged, value)}
     batch_sizes = {each.stride() for each in keyed.values() if not each.variable_stride_per_key()}
 
@@ -57,7 +46,7 @@ def prepare_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PreparedIn
     }
     prepare = _Prepare(kinds, jagged.Pipelineable)
     new_args, new_kwargs = prepare(value)
-    return PreparedInputs(new_args, new_kwargs, prepare)
+    return new_args, new_kwargs, prepare.write_back
 
 
 def check_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -87,12 +76,10 @@ class _Prepare:
     """Maps arguments; an object that occurs twice stays one object."""
 
     def __init__(self, leaves: Mapping[type, Callable[[Any], Any]], pipelineable: type) -> None:
-        self._kinds: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+        self._kinds: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
             *leaves.items(),
             (tuple, self._prepare_tuple),
-            (list, self._prepare_container),
-            (dict, self._prepare_container),
-            (pipelineable, self._prepare_container),
+            ((list, dict, pipelineable), self._prepare_container),
         )
         self._done: dict[int, Any] = {}
         # The user's, the new one, and its contents.

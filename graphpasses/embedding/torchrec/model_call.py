@@ -46,11 +46,11 @@ class ModelCall:
                 return self._eager(*args, **kwargs)
         if is_first and checks_inputs(self._modules):
             check_inputs(args, kwargs)
-        inputs = prepare_inputs(args, kwargs)
+        new_args, new_kwargs, write_back = prepare_inputs(args, kwargs)
         with tracing_scope(), self.ddp.call() as call:
             call.begin()
-            outputs = self._compiled(*inputs.args, **inputs.kwargs)
-        inputs.write_back()
+            outputs = self._compiled(*new_args, **new_kwargs)
+        write_back()
         return call.end(outputs)
 
 

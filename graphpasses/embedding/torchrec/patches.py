@@ -282,10 +282,7 @@ TORCHREC_PATCHES = PatchSet(
     Patch(f"{_DIST}.embedding_lookup:GroupedEmbeddingsLookup.get_resize_awaitables", _without_walrus),
     Patch(f"{_DIST}.sharding.dp_sharding:DpSparseFeaturesDist.forward", _without_cast),
     Patch(f"{_DIST}.types:LazyAwaitable.__torch_function__", _with_plain_lists),
-    Patch(
-        f"{_DIST}.mc_embedding_modules:BaseShardedManagedCollisionEmbeddingCollection.forward",
-        managed_collisions,
-    ),
+    Patch(f"{_DIST}.mc_embedding_modules:BaseShardedManagedCollisionEmbeddingCollection.forward", managed_collisions),
     Patch(f"{_TBE}.graphpasses_load_steps", graphpasses_load_steps),
     Patch(f"{_TBE}.prepare_inputs", _on_copies),
     Patch(f"{_TBE}._generate_vbe_metadata", _with_dims_on_host),

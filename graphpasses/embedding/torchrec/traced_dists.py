@@ -89,13 +89,7 @@ def _exchange(original: Callable[..., Any]) -> Callable[..., Any]:
 
         def wait(self) -> Any:
             return type(self._features).dist_init(
-                self._keys,
-                self._tensors,
-                False,
-                self._num_ranks,
-                self._recat,
-                self._stride_per_rank,
-                self._stagger,
+                self._keys, self._tensors, False, self._num_ranks, self._recat, self._stride_per_rank, self._stagger
             )
 
     def forward(self: Any, input: Any) -> Any:
@@ -144,20 +138,10 @@ def _permute(
     known = self.length_per_key()
     length_per_key = [known[index] for index in indices]
     lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data_input1D(
-        indices_tensor,
-        self.lengths(),
-        self.values(),
-        self.stride(),
-        self.weights_or_none(),
-        sum(length_per_key),
+        indices_tensor, self.lengths(), self.values(), self.stride(), self.weights_or_none(), sum(length_per_key)
     )
     return KeyedJaggedTensor(
-        keys=keys,
-        values=values,
-        weights=weights,
-        lengths=lengths,
-        stride=self._stride,
-        length_per_key=length_per_key,
+        keys=keys, values=values, weights=weights, lengths=lengths, stride=self._stride, length_per_key=length_per_key
     )
 
 

@@ -8,25 +8,28 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.experiments.graph_trainer.trainer import GraphTrainer
+from torchtitan.models.common.moe import RoutedExperts
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 
+from graphpasses._torchtitan import ProductsByRank, has_torchtitans_products
 from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.canonical import canonical_reductions
 from graphpasses.fsdp.canonical_norm import canonical_clip_grad_norm_
 from graphpasses.fsdp.canonical_update import check_canonical_update
 from graphpasses.fsdp.microbatches import MicrobatchTree
 from graphpasses.integrations.torchtitan.buckets import ACCUMULATE
-from graphpasses.integrations.torchtitan.experts import check_experts, compute_microbatches_apart
 from graphpasses.integrations.torchtitan.refusals import PIPELINE
 
 # Degrees that split a sample's work, so that products and sums are other ones, or whose trainer was not run.
 _DEGREES = ("tensor", "pipeline", "context")
 # What routers count, for torchtitan's balancing of experts' loads, which adds all ranks' counts.
 _COUNTS = ".tokens_per_expert_E"
+_ONE_DEGREE = "train with one expert-parallel degree, without any_expert_degree"
 
 
 def canonical_trainer(config: Any, *, accumulate: torch.dtype | None = None, any_expert_degree: bool = False) -> Any:
@@ -108,8 +111,51 @@ def _check_overlap(config: Any) -> None:
     if overlap is not None and overlap.enabled:
         raise UnsupportedError(
             "--compile.ep_overlap.enabled lets experts compute a microbatch in halves, which they do not on ranks "
-            "that have all experts. Leave it out, or train with one expert-parallel degree, without any_expert_degree"
+            f"that have all experts. Leave it out, or {_ONE_DEGREE}"
         )
+
+
+def check_experts(model: nn.Module) -> None:
+    """Raises where experts get their tokens by kernels that may add in an order of their own."""
+    for name, each in _routed(model):
+        dispatcher = type(each.token_dispatcher)
+        if dispatcher not in (LocalTokenDispatcher, AllToAllTokenDispatcher):
+            raise UnsupportedError(
+                f"{name!r} sends tokens to experts by {dispatcher.__name__}, whose bits were not compared on several "
+                "numbers of ranks. Take moe_comm_backend 'standard', which is AllToAllTokenDispatcher"
+            )
+
+
+def compute_microbatches_apart(model: nn.Module, training: Any, accumulate: torch.dtype | None) -> None:
+    """Lets the experts of a model compute what each rank sends them by itself, as ranks with all experts do.
+
+    With expert parallelism an expert gets the tokens of several ranks' microbatches, and one matrix product adds up
+    its gradient over all of them. Here there is a product for each rank, and their gradients are added in the tree of
+    :func:`~graphpasses.canonical_reductions`, in the dtype of the weights. Raises UnsupportedError where these are
+    added in another dtype, or experts compute in a way of their own.
+    """
+    compute, reduce = (TORCH_DTYPE_MAP[getattr(training, f"mixed_precision_{name}")] for name in ("param", "reduce"))
+    added = accumulate or reduce
+    if not compute == added == torch.bfloat16:
+        raise UnsupportedError(
+            f"experts compute in torch.bfloat16, and ranks' gradients are added in {added} of weights in {compute}: "
+            "those of ranks that share experts would be rounded otherwise. Set training.mixed_precision_param and "
+            "training.mixed_precision_reduce to 'bfloat16' in the configuration (torchtitan's command line knows "
+            f"float32 alone for the latter; --any-expert-degree sets it) and leave out accumulate=, or {_ONE_DEGREE}"
+        )
+    for name, each in _routed(model):
+        if not has_torchtitans_products(each.inner_experts):
+            raise UnsupportedError(
+                f"{name!r} has experts of {type(each.inner_experts).__name__}, whose products by rank are not known: "
+                + _ONE_DEGREE
+            )
+    for _, each in _routed(model):
+        if getattr(each.token_dispatcher, "ep_mesh", None) is not None:
+            ProductsByRank(each)
+
+
+def _routed(model: nn.Module) -> list[tuple[str, RoutedExperts]]:
+    return [(name, each) for name, each in model.named_modules() if isinstance(each, RoutedExperts)]
 
 
 class _Steps:

@@ -14,8 +14,6 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-_CONFIGS = {"llama3": "llama3_configs", "qwen3": "qwen3_configs", "deepseek_v3": "deepseekv3_configs"}
-
 
 @dataclass(frozen=True)
 class Recipe:
@@ -58,7 +56,7 @@ def trainer_config(recipe: Recipe, folder: Path, num_steps: int, pipeline: str |
     models = importlib.import_module(f"torchtitan.models.{recipe.model}")
     registry = importlib.import_module(f"torchtitan.models.{recipe.model}.config_registry")
     config = getattr(registry, f"{recipe.model}_debugmodel")()
-    build = getattr(models, _CONFIGS[recipe.model])[recipe.flavor]
+    build = getattr(models, f"{recipe.model.replace('_', '')}_configs")[recipe.flavor]
     has_experts = recipe.model == "deepseek_v3" or "moe" in recipe.flavor
     options = {"moe_comm_backend": "standard"} if has_experts else {}
     decoder = build_decoder_config_for_backend(build, "sdpa", **options)
@@ -83,10 +81,8 @@ def trainer_config(recipe: Recipe, folder: Path, num_steps: int, pipeline: str |
     config.training.local_batch_size = recipe.local_batch_size
     config.training.global_batch_size = recipe.global_batch_size
     config.parallelism.data_parallel_replicate_degree = recipe.num_replicas
-    config.parallelism.tensor_parallel_degree = recipe.tensor_parallel
-    config.parallelism.context_parallel_degree = recipe.context_parallel
-    config.parallelism.expert_parallel_degree = recipe.expert_parallel
-    config.parallelism.pipeline_parallel_degree = recipe.pipeline_parallel
+    for axis in ("tensor_parallel", "context_parallel", "expert_parallel", "pipeline_parallel"):
+        setattr(config.parallelism, f"{axis}_degree", getattr(recipe, axis))
     config.parallelism.pipeline_parallel_schedule = recipe.schedule
     checkpoints = {"": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
     config.activation_checkpoint = checkpoints[recipe.checkpointing]

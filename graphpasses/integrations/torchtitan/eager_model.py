@@ -25,10 +25,8 @@ _DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "world_size")
 def eager_reference(trainer: Any) -> list[nn.Module]:
     """Returns the model's parts on device meta as torchtitan's own trainer shards them; raises where it cannot.
 
-    They are the stages that this rank has in a pipeline; without one there is one part, the model.
-
-    graph_trainer knows the SPMD backend ``partial_dtensor`` alone. Eager models that do not are sharded with
-    torchtitan's default, ``spmd_types``.
+    A pipeline's parts are the stages of this rank. graph_trainer knows the SPMD backend ``partial_dtensor`` alone;
+    eager models that do not are sharded with torchtitan's default, ``spmd_types``.
     """
     config = trainer.config
     name = config.model_spec.name.rpartition("/")[2]

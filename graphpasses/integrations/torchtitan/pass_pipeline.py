@@ -83,7 +83,7 @@ def graph_passes(traced: Any, config: Any, *, parallel_dims: Any = None) -> list
         for p in default_pipeline(plan, expected_layout=expected_layout).passes
     }
     theirs = titan.compile_time_passes(traced, config, parallel_dims=parallel_dims, include_inductor=False)
-    passes = [*_with_ours(theirs, ours, own), *own.after_rewriting]
+    passes = [*_with_ours(theirs, ours, own), own.prove_pass, own.report_pass, own.finish_pass]
     passes.append(titan.canonicalize_graph_pass)  # not earlier: ours know a captured step by its views
     # Without CUDA graphs the trainer lets .grad be what the step returns, which a CUDA graph writes again.
     may_graph = trainer.device.type == "cuda" and not config.training.disable_cuda_graphs
@@ -152,11 +152,6 @@ class _OwnPasses:
     origins: tuple[str, ...] = ()  # torchtitan's passes between the two parts of the proof
     first_part: tuple[TrainGraph, TrainGraph] | None = None  # the step as it was traced, and before these
 
-    @property
-    def after_rewriting(self) -> tuple[Callable[..., fx.GraphModule], ...]:
-        """Those that follow our other passes, in order."""
-        return self.prove_pass, self._report_pass, self._finish_pass
-
     def end_first_part_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
         """Keeps the graph as it is before a pass of torchtitan that computes otherwise."""
         self.first_part = self.original, replace(self.step, module=gm).copy()
@@ -181,7 +176,7 @@ class _OwnPasses:
         self.certificate = joined(parts)
         return gm
 
-    def _report_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
+    def report_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
         """Logs the report of the passes, and calls who asked for it."""
         certificate = self.certificate
         proof = "off (prove_pass is disabled)" if certificate is None else certificate.summary
@@ -194,7 +189,7 @@ class _OwnPasses:
             self.on_rewritten(report, replace(self.step, module=gm))
         return gm
 
-    def _finish_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
+    def finish_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
         """Gives torchtitan outputs that are None, where a tied weight's gradient is another name's output.
 
         It adds a tied weight's gradients by names. They are ordered as eager adds them to ``.grad``, what ran in

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx import node as fx_node
 from torchtitan.experiments.graph_trainer.graph_pp.graph_builder import GraphTrainerStageGraphs
 from torchtitan.experiments.graph_trainer.graph_pp.split_fsdp_collectives import (
     GraphPPFSDPBackwardSplit,
@@ -236,5 +235,5 @@ def _cast(graph: fx.Graph, value: fx.Node, like: fx.Node) -> fx.Node:
 
 def _names(values: Iterable[Any]) -> tuple[str, ...]:
     return tuple(
-        value.name if isinstance(value, fx_node.Node) else f"output_{index}" for index, value in enumerate(values)
+        value.name if isinstance(value, fx.Node) else f"output_{index}" for index, value in enumerate(values)
     )

@@ -75,18 +75,12 @@ class HeadReductions:
     head's gradient together with what the group's other parameters, the norm's, have added since then; the next
     microbatch's comes beside it. Sharded gradients are added as they come. Source: torchtitan's
     ``ChunkedLossWrapper``; FSDP2's ``_fsdp_param_group.py``, ``post_backward``.
-
-    Args:
-        slots: of the head's gradients among the outputs that are gradients.
-        others: likewise, of the other parameters of its group.
-        alone: reduces the head's gradients.
-        together: reduces the others' sums and the head's gradients, as one.
     """
 
-    slots: tuple[int, ...]
-    others: tuple[int, ...]
-    alone: fx.GraphModule
-    together: fx.GraphModule
+    slots: tuple[int, ...]  # of the head's gradients among the outputs that are gradients
+    others: tuple[int, ...]  # likewise, of the other parameters of its group
+    alone: fx.GraphModule  # reduces the head's gradients
+    together: fx.GraphModule  # reduces the others' sums and the head's gradients, as one
     _waiting: deque[list[Any]] = field(default_factory=deque)
     _reduced: dict[int, Tensor] = field(default_factory=dict)
 

@@ -66,11 +66,7 @@ def with_ours(name: str, each: Pass, ours: Mapping[str, Pass]) -> Sequence[Pass]
 
 
 def rewrite_stages(trainer: Any) -> None:
-    """Lets a trainer's pipeline build each stage's graphs with our passes, when it first runs.
-
-    Raises:
-        UnsupportedError: see ``eager_buckets`` in ``eager_model.py``.
-    """
+    """Lets a trainer's pipeline build each stage's graphs with our passes; raises where :func:`eager_parts` does."""
     eager = dict(zip(map(id, trainer.model_parts), eager_parts(trainer), strict=True))
     theirs = trainer.pp_schedule.graph_provider
     fields = {each.name: getattr(theirs, each.name) for each in dataclasses.fields(theirs)}

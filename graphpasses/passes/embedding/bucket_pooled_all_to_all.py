@@ -50,16 +50,10 @@ _SAME_BATCH: Question[list[int], list[int]] = Question(
 )
 
 
-def _group(
-    buckets: Sequence[tuple[fx.Node, ...]], classes: Classes
-) -> dict[tuple[fx.Node, ...], list[list[PooledAllToAll]]]:
-    """Returns for each bucket which of its all-to-alls become one."""
-    groups = {}
-    for bucket in buckets:
-        found = grouped(filter(classes.__contains__, bucket), key=lambda launch: classes[launch][1])
-        if found:
-            groups[bucket] = [[classes[launch][0] for launch in launches] for launches in found]
-    return groups
+def _group(bucket: Sequence[fx.Node], classes: Classes) -> list[list[PooledAllToAll]]:
+    """Returns which all-to-alls of a bucket become one."""
+    found = grouped(filter(classes.__contains__, bucket), key=lambda launch: classes[launch][1])
+    return [[classes[launch][0] for launch in launches] for launches in found]
 
 
 def _apply(graph: TrainGraph, bucket: Sequence[fx.Node], groups: Sequence[Sequence[PooledAllToAll]]) -> None:
@@ -144,7 +138,7 @@ class BucketPooledAllToAll(GraphPass):
         if not classes:
             return 0
         order = plan_launch_order(graph, sequence, pass_name=self.name)
-        groups = _group(order.buckets, classes)
+        groups = {bucket: found for bucket in order.buckets if (found := _group(bucket, classes))}
         if not groups:
             return 0
         order.apply(graph)

@@ -154,8 +154,7 @@ def _fuse(graph: DynamoGraph, calls: Sequence[LookupCall]) -> None:
         arena = Arena.of(tensors, [f"{module}.{key}_host" for module in modules])
         states.append(graph.add_input(arena.flat, f"{name}.{key}"))
         starts.append(arena.offsets)
-        positions = [call.inputs[call.arguments[key][0]].position for call in calls]
-        graph.input_checks.append(arena.input_check(positions))
+        arena.check_inputs(graph, [call.arguments[key][0] for call in calls])
     _guard_rates(calls)
 
     layout = TableLayout.join([call.layout() for call in calls], *starts)
@@ -204,7 +203,7 @@ def _guard_rates(calls: Sequence[LookupCall]) -> None:
     rates = [call.arguments["learning_rate_tensor"] for call in calls]
     for rate in rates:
         guard_identity(rate)
-    tensors = [ref(call.inputs[rate].tensor) for call, rate in zip(calls, rates, strict=True)]
+    tensors = [ref(call.inputs[rate]) for call, rate in zip(calls, rates, strict=True)]
 
     def agree() -> bool:
         return len({None if (rate := get()) is None else rate.item() for get in tensors}) == 1
@@ -267,6 +266,10 @@ class FuseTBE(GraphPass):
     A table that the model looks up twice is left alone: its optimizer would see one gradient where it sees two.
     Collectives keep their order, so where TorchRec shards several modules ``hoist-input-dists`` comes before.
 
+    Raises (from ``rewrite``):
+        ArenaError: two lookups claim one memory.
+        AgreementError: the ranks compile different collectives.
+
     Example:
         >>> import torchrec  # graphpasses.compile traces FBGEMM's modules where TorchRec is loaded
         >>> from fbgemm_gpu import split_table_batched_embeddings_ops_training as tbe
@@ -293,12 +296,7 @@ class FuseTBE(GraphPass):
     runs_after = frozenset({"hoist-input-dists"})
 
     def rewrite(self, graph: TrainGraph) -> int:
-        """Rewrites ``graph`` in place; returns the number of lookups that became part of another.
-
-        Raises:
-            ArenaError: two lookups claim one memory.
-            AgreementError: the ranks compile different collectives.
-        """
+        """Rewrites ``graph`` in place; returns the number of lookups that became part of another."""
         graph = DynamoGraph.of(graph)
         groups, order = _plan(graph)
         if groups:

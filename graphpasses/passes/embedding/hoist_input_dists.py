@@ -15,12 +15,11 @@ from graphpasses.ops.exchange_embeddings import EXCHANGE_EMBEDDINGS
 from graphpasses.ops.reduce_scatter_v import REDUCE_SCATTER_V
 from graphpasses.passes.runner import GraphPass, Numerics
 
-_OF_OURS = (EXCHANGE_EMBEDDINGS, REDUCE_SCATTER_V)
-
 
 def _brings_output(node: fx.Node) -> bool:
     """Whether a node is a differentiable collective: TorchRec sends ids without gradients, embeddings with."""
-    return node.target in _OF_OURS or (is_higher_order(node) and launches_collective(node))
+    is_ours = node.target in (EXCHANGE_EMBEDDINGS, REDUCE_SCATTER_V)
+    return is_ours or (is_higher_order(node) and launches_collective(node))
 
 
 @dataclass(frozen=True)

@@ -78,11 +78,10 @@ def _emit_lookup(graph: DynamoGraph, calls: Sequence[BagCall], outputs: Collecti
     name = " to ".join(dict.fromkeys((calls[0].fqn, calls[-1].fqn)))
     arena = Arena.of(list(tables.values()), list(tables))
     update = FusedUpdate.of(calls[0].kind.form, tables)
-    position = {node: index for index, node in enumerate(graph.placeholders)}
     weights = {call.fqn: call.weight for call in calls}.values()
     for weight in weights:
         guard_identity(weight)  # for other tables than those in the arena it is another graph
-    graph.input_checks.append(arena.input_check([position[weight] for weight in weights]))
+    arena.check_inputs(graph, weights)
     graph.checks.append(update.refresh)
     is_current = WeakMethod(update.is_current)
     guard_condition(

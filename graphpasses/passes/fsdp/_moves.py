@@ -6,29 +6,23 @@ import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf
+from typing import Any
 
 import torch
 from torch import fx
 
 from graphpasses._torch.schemas import writes_arguments
-from graphpasses.analysis.parameter_collectives import (
-    ALL_GATHER,
-    ALL_REDUCES,
-    REDUCE_SCATTERS,
-    Gather,
-    calls,
-    find_gathers,
-)
+from graphpasses.analysis.parameter_collectives import ALL_REDUCES, REDUCE_SCATTERS, Gather, calls, find_gathers
 from graphpasses.graph import WAIT, TrainGraph, argument, is_collective, wait_of
 from graphpasses.graph.nodes import collective_group, freeze, reach
+from graphpasses.passes.fsdp._packing import SPLIT_COPY, emit_packed_gather
 from graphpasses.passes.fsdp._timeline import Costs, Held, held_after, is_name, readers_of
 from graphpasses.passes.fsdp.prefetch_collectives import unpack_chain
 
 aten = torch.ops.aten
 
-_COPY = aten.split_with_sizes_copy.default
 _WORTH = 0.1  # of the seconds of a gather, at least so many are to be saved where it is split in two
 
 
@@ -155,7 +149,7 @@ class Program:
         for gather in self.gathers:
             yield held_after(gather.launch[-1], self._users)
             for node in gather.arrive:
-                if node.target == _COPY:
+                if node.target == SPLIT_COPY:
                     yield from (held_after(each, self._users, made=node) for each in node.users)
         for reduction in self._all_reductions():
             yield held_after(argument(reduction.launch[-1]), self._users, done=_done)
@@ -221,7 +215,7 @@ def _find_gathers(graph: TrainGraph, costs: Costs) -> list[MovableGather]:
 def _gather(gather: Gather, costs: Costs, known: dict[object, fx.Node]) -> MovableGather:
     launch = gather.all_gather
     arrive = sorted(reach([gather.wait], lambda node: filter(_is_unpacking, node.users)))
-    copies = [each for node in arrive if node.target == _COPY for each in node.users]
+    copies = [each for node in arrive if node.target == SPLIT_COPY for each in node.users]
     again = _equals((*gather.chain, *arrive), known)
     return MovableGather(
         gather.chain,
@@ -237,21 +231,15 @@ def _gather(gather: Gather, costs: Costs, known: dict[object, fx.Node]) -> Movab
 
 def _equals(nodes: Iterable[fx.Node], known: dict[object, fx.Node]) -> dict[fx.Node, fx.Node]:
     """Returns, of nodes that compute what known ones do, those; what is new becomes known."""
-    found: dict[fx.Node, fx.Node] = {}
     first: dict[fx.Node, fx.Node] = {}
     for node in nodes:
-        key = (
-            node.target,
-            *map(freeze, fx.node.map_arg((node.args, node.kwargs), lambda read: first.get(read, read))),
-        )
-        first[node] = known.setdefault(key, node)
-        if first[node] is not node:
-            found[first[node]] = node
-    return found
+        arguments = fx.node.map_arg((node.args, node.kwargs), lambda read: first.get(read, read))
+        first[node] = known.setdefault((node.target, freeze(arguments)), node)
+    return {one: node for node, one in first.items() if one is not node}
 
 
 def _is_unpacking(node: fx.Node) -> bool:
-    return (is_name(node) or node.target == _COPY) and len(node.all_input_nodes) == 1
+    return (is_name(node) or node.target == SPLIT_COPY) and len(node.all_input_nodes) == 1
 
 
 def _find_reductions(nodes: Iterable[fx.Node], costs: Costs) -> Iterator[MovableReduction]:
@@ -289,11 +277,8 @@ def add_splits(graph: TrainGraph, costs: Costs) -> list[Split]:
     Such are gathers of packed parameters that nothing before their use can hide, where waiting for some of them alone
     makes the step wait shorter.
     """
-    begins: dict[fx.Node, float] = {}
-    now = 0.0
-    for node in graph.graph.nodes:
-        begins[node] = now
-        now += costs.seconds(node)
+    nodes = [*graph.graph.nodes]
+    begins = dict(zip(nodes, accumulate(map(costs.seconds, nodes), initial=0.0), strict=False))
     return [split for gather in find_gathers(graph) for split in _splits(graph, gather, begins, costs)]
 
 
@@ -319,12 +304,11 @@ def _splits(graph: TrainGraph, gather: Gather, begins: Mapping[fx.Node, float], 
     rows = next(iter(wait.users))
     copies = next(iter(rows.users), rows)
     is_packed = packed.target == aten.cat.default and len(packed.args) == 1 and len(packed.users) == 1
-    is_unpacked = len(wait.users) == len(rows.users) == 1 and copies.target == _COPY
+    is_unpacked = len(wait.users) == len(rows.users) == 1 and copies.target == SPLIT_COPY
     if not is_packed or not is_unpacked or rows.target != aten.view.default:
         return
     brought = {int(each.args[1]): each for each in copies.users if calls(each, operator.getitem)}  # type: ignore[arg-type]
-    flat = packed.args[0]
-    assert isinstance(flat, (list, tuple))
+    flat: Any = packed.args[0]
     if len(brought) < len(flat):
         return
     values = [brought[index] for index in range(len(flat))]
@@ -339,15 +323,10 @@ def _splits(graph: TrainGraph, gather: Gather, begins: Mapping[fx.Node, float], 
     parts = []
     with graph.graph.inserting_before(gather.all_gather):
         for half in halves:
-            part = graph.emit(aten.cat.default, ([flat[index] for index in half],), like=packed)
-            launch = graph.emit(ALL_GATHER, (part, *gather.all_gather.args[1:]), like=gather.all_gather)
-            arrived = graph.emit(WAIT, (launch,), like=wait)
-            view = graph.emit(aten.view.default, (arrived, rows.args[1]), like=rows)
-            sizes = [copies.args[1][index] for index in half]  # type: ignore[index]
-            split = graph.emit(_COPY, (view, sizes, 1), like=copies)
-            made += [part, launch, arrived, view, split]
-            parts.append(launch)
+            nodes = emit_packed_gather(graph, [flat[index] for index in half], gather.all_gather)
+            made += nodes
+            parts.append(nodes[1])
             for position, index in enumerate(half):
-                equal[brought[index]] = graph.emit(operator.getitem, (split, position), like=brought[index])
+                equal[brought[index]] = graph.emit(operator.getitem, (nodes[-1], position), like=brought[index])
     gone = (packed, gather.all_gather, wait, rows, copies, *brought.values())
     yield Split(gather.all_gather, gone, tuple(parts), (*made, *equal.values()), equal)

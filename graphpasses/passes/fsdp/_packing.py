@@ -23,6 +23,8 @@ from graphpasses.graph import WAIT, TrainGraph, argument
 
 aten = torch.ops.aten
 
+SPLIT_COPY = aten.split_with_sizes_copy.default
+
 
 def pack_all_gathers(graph: TrainGraph, unshards: Sequence[Gather]) -> None:
     """Launches one all-gather where the first of several, in byte order, was.
@@ -31,7 +33,6 @@ def pack_all_gathers(graph: TrainGraph, unshards: Sequence[Gather]) -> None:
     """
     first = min(unshard.all_gather for unshard in unshards)
     shards = [argument(unshard.all_gather) for unshard in unshards]
-    _, num_shards, group = first.args
     dtypes = {shard.meta["val"].dtype for shard in shards}
     with graph.graph.inserting_before(first):
         for shard in shards:
@@ -39,12 +40,7 @@ def pack_all_gathers(graph: TrainGraph, unshards: Sequence[Gather]) -> None:
         flat = [graph.emit(aten.reshape.default, (shard, [-1]), like=first) for shard in shards]
         if len(dtypes) > 1:  # as FSDP2: mixed dtypes travel as bytes
             flat = [graph.emit(aten.view.dtype, (node, torch.uint8), like=first) for node in flat]
-        packed = graph.emit(aten.cat.default, (flat,), like=first)
-        launched = graph.emit(ALL_GATHER, (packed, num_shards, group), like=first)
-        gathered = graph.emit(WAIT, (launched,), like=first)
-        rows = graph.emit(aten.view.default, (gathered, [num_shards, -1]), like=first)
-        sizes = [node.meta["val"].numel() for node in flat]
-        parts = graph.emit(aten.split_with_sizes_copy.default, (rows, sizes, 1), like=first)
+        *_, parts = emit_packed_gather(graph, flat, first)
         for index, unshard in enumerate(unshards):
             value = unshard.wait.meta["val"]
             part = graph.emit(operator.getitem, (parts, index), like=unshard.wait)
@@ -52,6 +48,16 @@ def pack_all_gathers(graph: TrainGraph, unshards: Sequence[Gather]) -> None:
                 part = graph.emit(aten.view.dtype, (part, value.dtype), like=unshard.wait)
             whole = graph.emit(aten.view.default, (part, list(value.shape)), like=unshard.wait)
             unshard.wait.replace_all_uses_with(whole)
+
+
+def emit_packed_gather(graph: TrainGraph, flat: Sequence[fx.Node], like: fx.Node) -> list[fx.Node]:
+    """Gathers flat shards as one, as ``like`` gathers; returns what it emits, in order, of which the last unpacks."""
+    packed = graph.emit(aten.cat.default, ([*flat],), like=like)
+    launched = graph.emit(ALL_GATHER, (packed, *like.args[1:]), like=like)
+    gathered = graph.emit(WAIT, (launched,), like=like)
+    rows = graph.emit(aten.view.default, (gathered, [like.args[1], -1]), like=like)
+    sizes = [node.meta["val"].numel() for node in flat]
+    return [packed, launched, gathered, rows, graph.emit(SPLIT_COPY, (rows, sizes, 1), like=like)]
 
 
 def _move_before(point: fx.Node, node: fx.Node) -> None:

@@ -6,7 +6,7 @@ import functools
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -126,6 +126,7 @@ class Timeline:
     compute: float  # of all that is no collective
     wire: float  # of the collectives of the group that has most of them
     peak: int  # bytes of gathered parameters and gradients that are being reduced, at most
+    spans: tuple[Span, ...] = field(repr=False, compare=False)  # what computes and what is sent, and when
 
     @property
     def exposed(self) -> float:
@@ -133,15 +134,11 @@ class Timeline:
         return self.seconds - self.compute
 
 
-def replay_order(
-    order: Sequence[fx.Node], costs: Costs, held: Sequence[Held], spans: list[Span] | None = None
-) -> Timeline:
-    """Plays a step, as :func:`graphpasses.scale.step_time.replay` does, but with a wire for each process group.
-
-    ``spans`` gets what computes and what is sent, and when.
-    """
+def replay_order(order: Sequence[fx.Node], costs: Costs, held: Sequence[Held]) -> Timeline:
+    """Plays a step, as :func:`graphpasses.scale.step_time.replay` does, but with a wire for each process group."""
     now = computed = begun = 0.0
-    num_computed, memory, spans = 0, Memory(held), [] if spans is None else spans
+    num_computed, memory = 0, Memory(held)
+    spans: list[Span] = []
     free: dict[object, float] = {}
     sent: dict[object, float] = {}
     ends: dict[fx.Node, float] = {}
@@ -161,7 +158,8 @@ def replay_order(
         elif seconds := costs.seconds(node):
             computed, now, num_computed = computed + seconds, now + seconds, num_computed + 1
     _add_compute(spans, begun, now, num_computed)
-    return Timeline(max([now, *free.values()]), computed, max(sent.values(), default=0.0), memory.peak)
+    wire = max(sent.values(), default=0.0)
+    return Timeline(max([now, *free.values()]), computed, wire, memory.peak, tuple(spans))
 
 
 def _add_compute(spans: list[Span], start: float, end: float, num_operators: int) -> None:

@@ -194,10 +194,8 @@ class CoalesceGradReductions(GraphPass):
 
     Of a tied parameter's several outputs the first carries the total and the others become None. Where a
     summand does not come from a reduce-scatter alone, or dtypes, ops or groups differ, the parameter is left
-    alone and noted. A parameter whose gradient tensor parallelism reduces must be read once, and so must one that
-    FSDP shards over one rank, where it is cast. Source: FSDP2's
-    ``_fsdp_param_group.py``, ``post_backward``, reduces ``unsharded_param.grad``; autograd's ``input_buffer.cpp``
-    accumulates in order of arrival.
+    alone and noted. Source: FSDP2's ``_fsdp_param_group.py``, ``post_backward``, reduces ``unsharded_param.grad``;
+    autograd's ``input_buffer.cpp`` accumulates in order of arrival.
 
     Where the step calls backward several times, FSDP2 adds what each call yields after its cast. Source: FSDP2's
     ``_fsdp_param.py``, ``to_accumulated_grad_if_needed``.

@@ -41,9 +41,8 @@ def _plan_chains(graph: TrainGraph) -> dict[fx.Node, fx.Node]:
             continue
         if not chain.issuperset(node.all_input_nodes) or not node.all_input_nodes:
             continue
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: repeated.get(n, n))
-        key = (node.target, is_backward(node), freeze(args), freeze(kwargs))
-        kept = first.setdefault(key, node)
+        arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: repeated.get(n, n))
+        kept = first.setdefault((node.target, is_backward(node), freeze(arguments)), node)
         chain.add(node)
         if kept is not node:
             repeated[node] = kept

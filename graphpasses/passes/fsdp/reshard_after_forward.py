@@ -21,33 +21,31 @@ def _plan(graph: TrainGraph, resharded: frozenset[str]) -> list[tuple[list[fx.No
         if is_backward(gather.all_gather) or not gather.fqns <= resharded:
             continue
         unsharded = _unsharded_values(gather.all_gather)
-        readers = dict.fromkeys(
-            user for node in unsharded for user in node.users if is_backward(user) and user not in unsharded
-        )
+        readers = {user for node in unsharded for user in node.users if is_backward(user)}
         if readers:
             plans.append((sorted({*gather.chain, *_needed(unsharded, readers)}), sorted(readers)))
     return plans
 
 
-def _unsharded_values(all_gather: fx.Node) -> dict[fx.Node, None]:
+def _unsharded_values(all_gather: fx.Node) -> set[fx.Node]:
     """Returns the forward values that are a copy or a view of what ``all_gather`` gathered."""
-    values = {all_gather: None}
+    values = {all_gather}
     pending = [all_gather]
     while pending:
         for user in pending.pop().users:
-            if user in values or is_backward(user) or not values.keys() >= set(user.all_input_nodes):
+            if user in values or is_backward(user) or not values.issuperset(user.all_input_nodes):
                 continue
             if user.target == ALL_GATHER:  # of tensor parallelism, which keeps what it gathers
                 continue
             if user.target in UNSHARD_OPS or getattr(user.target, "is_view", False):
-                values[user] = None
+                values.add(user)
                 pending.append(user)
     return values
 
 
-def _needed(values: dict[fx.Node, None], readers: dict[fx.Node, None]) -> set[fx.Node]:
+def _needed(values: set[fx.Node], readers: set[fx.Node]) -> set[fx.Node]:
     """Returns the values that readers are computed from."""
-    return reach(readers, lambda node: values.keys() & set(node.all_input_nodes)) - readers.keys()
+    return reach(readers, lambda node: values.intersection(node.all_input_nodes)) - readers
 
 
 def _apply(graph: TrainGraph, nodes: list[fx.Node], readers: list[fx.Node]) -> None:

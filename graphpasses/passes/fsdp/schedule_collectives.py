@@ -11,7 +11,7 @@ from torch import fx
 from graphpasses.errors import PipelineError
 from graphpasses.fsdp.traffic import has_fixed_sizes
 from graphpasses.graph import Stage, TrainGraph
-from graphpasses.graph.pass_report import DrawnTimeline, Span
+from graphpasses.graph.pass_report import DrawnTimeline
 from graphpasses.passes.fsdp._moves import Moves, Program, add_splits
 from graphpasses.passes.fsdp._scheduler import lazy_schedule, schedule
 from graphpasses.passes.fsdp._timeline import Costs, Timeline, replay_order
@@ -158,9 +158,8 @@ def _programs(moves: Moves, budget: int) -> Iterator[Program]:
 
 def _draw(graph: TrainGraph, title: str, order: Sequence[fx.Node], costs: Costs, program: Program) -> Timeline:
     """Plays an order, which the pass's report shows."""
-    spans: list[Span] = []
-    timeline = replay_order(order, costs, program.held, spans)
-    graph.timelines.append(DrawnTimeline(title, timeline.seconds, timeline.exposed, tuple(spans)))
+    timeline = replay_order(order, costs, program.held)
+    graph.timelines.append(DrawnTimeline(title, timeline.seconds, timeline.exposed, timeline.spans))
     return timeline
 
 

@@ -3,21 +3,60 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx
 
-from graphpasses.analysis.effects import is_written
+from graphpasses.analysis.effects import is_elementwise_on_lists, is_written
 from graphpasses.graph import CapturedStep, InputKind, Stage, TrainGraph
 from graphpasses.graph.nodes import last_reads, storages
+from graphpasses.graph.train_graph import add_update_input
 from graphpasses.graph.update import Update
-from graphpasses.passes.fsdp._update_parts import Emitter, Group, add_inputs, owners_of
 from graphpasses.passes.runner import GraphPass, Numerics
 
+Nodes = Mapping[str, fx.Node]  # by the FQN of a parameter
 
-def _gradients(graph: TrainGraph) -> dict[str, fx.Node]:
+
+def _owners_of(update: Update) -> dict[fx.Node, Any] | str:
+    """Returns the parameter for which each call of an update computes, of several results a list; None: for all.
+
+    A string says which call needs several parameters at once.
+    """
+    owners: dict[fx.Node, Any] = {}
+    placeholders = update.module.graph.find_nodes(op="placeholder")
+    for item, node in zip(update.inputs, placeholders, strict=True):
+        owners[node] = None if item.kind is InputKind.HYPERPARAMETER else item.fqn
+    for node in update.module.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if node.target is operator.getitem:
+            owners[node] = owners[node.args[0]][node.args[1]]
+            continue
+        lists = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, (list, tuple))]
+        if lists and is_elementwise_on_lists(node.target):
+            length = max(map(len, lists))
+            owners[node] = [_owner([each[index] for each in lists if each], owners) for index in range(length)]
+            owner = _owner([value for value in node.args if isinstance(value, fx.Node)], owners)
+            if owner is not None or any(each is ... for each in owners[node]):
+                return str(node.target)
+            continue
+        owners[node] = _owner(node.all_input_nodes, owners)
+        if owners[node] is ...:
+            return str(node.target)
+    return owners
+
+
+def _owner(values: Sequence[Any], owners: Mapping[fx.Node, Any]) -> Any:
+    """Returns the parameter that values belong to; None: to none, ``...``: to several."""
+    found = {owners[value] for value in values if isinstance(value, fx.Node)} - {None}
+    return ... if len(found) > 1 else next(iter(found), None)
+
+
+def _gradients(graph: TrainGraph) -> Nodes:
     values = graph.output_values
     found = {
         fqn: [values[slot] for slot in slots if values[slot] is not None]
@@ -26,13 +65,12 @@ def _gradients(graph: TrainGraph) -> dict[str, fx.Node]:
     return {fqn: nodes[0] for fqn, nodes in found.items() if len(nodes) == 1}
 
 
-def _reject_reason(graph: TrainGraph, update: Update, gradients: Mapping[str, fx.Node]) -> str:
+def _reject_reason(graph: TrainGraph, update: Update, stored: Nodes, gradients: Nodes) -> str:
     if update.clip_norm is not None:
         return "clipping needs all gradients at once"
-    owners = owners_of(update)
+    owners = _owners_of(update)
     if isinstance(owners, str):
         return f"{owners} needs several parameters at once"
-    stored = dict(graph.parameter_placeholders())
     if sum(1 for _ in graph.parameter_placeholders()) > len(stored):
         return "a parameter is read under several names; run deduplicate-shared"
     memory = storages(*stored.values())
@@ -58,38 +96,99 @@ def _is_laid_out_as(gradient: fx.Node, parameter: torch.Tensor) -> bool:
     return all(mine == its for size, mine, its in strides if size != 1)
 
 
-def _lay_out(graph: TrainGraph, update: Update) -> None:
+def _lay_out(graph: TrainGraph, stored: Nodes, gradients: Nodes) -> Nodes:
     """Copies gradients that are laid out otherwise than their parameters, as autograd does before it keeps them."""
-    stored = dict(graph.parameter_placeholders())
-    gradients, copies = _gradients(graph), {}
-    for fqn in update.gradients:
-        gradient = gradients[fqn]
+    copies = {}
+    for fqn, gradient in gradients.items():
         if not _is_laid_out_as(gradient, stored[fqn].meta["val"]):
             with graph.graph.inserting_before(gradient.next):
                 contiguous = {"memory_format": torch.contiguous_format}
                 copies[gradient] = graph.emit(torch.ops.aten.clone.default, (gradient,), contiguous, like=gradient)
     graph.replace_outputs(copies)
+    return {fqn: copies.get(gradient, gradient) for fqn, gradient in gradients.items()}
 
 
-def _plan(graph: TrainGraph, update: Update, gradients: Mapping[str, fx.Node], num_bytes: int) -> list[Group]:
-    stored = dict(graph.parameter_placeholders())
-    anchors = {fqn: max([gradients[fqn], *last_reads(stored[fqn])]) for fqn in update.gradients}
-    groups: list[Group] = []
-    pending: list[str] = []
+def _plan(graph: TrainGraph, stored: Nodes, gradients: Nodes, num_bytes: int) -> list[tuple[list[str], fx.Node]]:
+    """Returns the parameters that are updated together, and the call after which they are."""
+    anchors = {fqn: max([gradient, *last_reads(stored[fqn])]) for fqn, gradient in gradients.items()}
+    groups: list[list[str]] = [[]]
     for fqn in sorted(anchors, key=anchors.__getitem__):
-        pending.append(fqn)
-        if sum(_size(graph, each) for each in pending) >= num_bytes:
-            groups.append(Group(frozenset(pending), anchors[fqn]))
-            pending = []
-    if pending:
-        groups.append(Group(frozenset(pending), anchors[pending[-1]]))
-    return groups
+        groups[-1].append(fqn)
+        if sum(_size(graph, each) for each in groups[-1]) >= num_bytes:
+            groups.append([])
+    return [(group, anchors[group[-1]]) for group in groups if group]
 
 
 def _size(graph: TrainGraph, fqn: str) -> int:
     """Returns the bytes of a parameter on one rank, as all ranks compute them."""
     info = graph.parameters[fqn]
     return math.prod(info.shape) * info.dtype.itemsize // max(len(info.shard_ranks), 1)
+
+
+@dataclass
+class _Emitter:
+    """Puts parts of an update into a step's graph."""
+
+    graph: TrainGraph
+    update: Update
+    owners: Mapping[fx.Node, Any]  # the parameter for which each call of the update computes
+    # By the update's nodes those of the step; what all parameters share is made once.
+    made: dict[fx.Node, fx.Node]
+    # By a call of the update that returns several values, where each is among those of the last call made.
+    places: dict[fx.Node, dict[int, int]] = field(default_factory=dict)
+
+    def emit(self, fqns: Collection[str], anchor: fx.Node) -> None:
+        """Emits the update of some parameters after the last call that reads them, or makes a gradient of theirs."""
+        with self.graph.graph.inserting_before(anchor.next):
+            for node in self.update.module.graph.nodes:
+                owner = self.owners.get(node)
+                if node.op in ("placeholder", "output") or (owner is None and node in self.made):
+                    continue
+                if node.op == "get_attr":
+                    self.made[node] = self._constant(node)
+                elif isinstance(owner, list):
+                    self._emit_part(node, [index for index, fqn in enumerate(owner) if fqn in fqns], anchor)
+                elif node.target is operator.getitem and owner in fqns:
+                    source, index = node.args
+                    args = (self.made[source], self.places[source][index])
+                    self.made[node] = self.graph.emit(operator.getitem, args, like=anchor)
+                elif owner is None or owner in fqns:
+                    self._emit_call(node, node.args, node.kwargs, anchor)
+
+    def _emit_part(self, node: fx.Node, kept: list[int], like: fx.Node) -> None:
+        """Emits a call on some elements of its lists."""
+
+        def part(value: Any) -> Any:
+            return [value[index] for index in kept] if isinstance(value, (list, tuple)) and value else value
+
+        if kept:
+            self.places[node] = {index: place for place, index in enumerate(kept)}
+            kwargs = {name: part(value) for name, value in node.kwargs.items()}
+            self._emit_call(node, tuple(map(part, node.args)), kwargs, like)
+
+    def _emit_call(self, node: fx.Node, args: Any, kwargs: Any, like: fx.Node) -> None:
+        args, kwargs = fx.node.map_arg((args, kwargs), self.made.__getitem__)
+        self.made[node] = self.graph.emit(node.target, tuple(args), kwargs, like=like)  # type: ignore[arg-type]
+
+    def _constant(self, node: fx.Node) -> fx.Node:
+        name = f"update{node.target}"
+        setattr(self.graph.module, name, getattr(self.update.module, str(node.target)))
+        made = self.graph.graph.create_node("get_attr", name)
+        made.meta.update(node.meta)
+        return made
+
+
+def _add_inputs(graph: TrainGraph, update: Update, stored: Nodes, gradients: Nodes) -> dict[fx.Node, fx.Node]:
+    """Adds the optimizer's inputs to a step; returns the step's nodes of all inputs of the update."""
+    made: dict[fx.Node, fx.Node] = {}
+    for item, node in zip(update.inputs, update.module.graph.find_nodes(op="placeholder"), strict=True):
+        if item.kind is InputKind.PARAMETER:
+            made[node] = stored[item.fqn]
+        elif item.kind is InputKind.GRADIENT:
+            made[node] = gradients[item.fqn]
+        else:
+            made[node] = add_update_input(graph, item, node)
+    return made
 
 
 @dataclass(frozen=True)
@@ -147,20 +246,19 @@ class UpdateInBackward(GraphPass):
         update = graph.update
         if update is None or update.is_in_step:
             return 0
-        gradients = _gradients(graph)
-        if reason := _reject_reason(graph, update, gradients):
+        stored, gradients = dict(graph.parameter_placeholders()), _gradients(graph)
+        if reason := _reject_reason(graph, update, stored, gradients):
             graph.note(f"parameters are updated after the backward: {reason}")
             return 0
-        owners = owners_of(update)
+        owners = _owners_of(update)
         assert not isinstance(owners, str)
         without = graph.copy().module
-        _lay_out(graph, update)
-        gradients = _gradients(graph)
-        groups = _plan(graph, update, gradients, self.num_bytes)
-        emitter = Emitter(graph, update, owners, add_inputs(graph, update, gradients))
-        for group in groups:
-            emitter.emit(group)
-        updated = frozenset().union(*(group.fqns for group in groups))
+        gradients = _lay_out(graph, stored, {fqn: gradients[fqn] for fqn in update.gradients})
+        groups = _plan(graph, stored, gradients, self.num_bytes)
+        emitter = _Emitter(graph, update, owners, _add_inputs(graph, update, stored, gradients))
+        for fqns, anchor in groups:
+            emitter.emit(fqns, anchor)
+        updated = frozenset(gradients)
         graph.outputs = tuple(
             replace(item, is_applied=True)
             if item.is_gradient and graph.identity.canonical(item.fqn) in updated

@@ -35,7 +35,7 @@ class Slotted:
 
 
 def prepared(value: Any) -> Any:
-    (result,) = prepare_inputs((value,), {}).args
+    (result,), _, _ = prepare_inputs((value,), {})
     return result
 
 
@@ -142,13 +142,12 @@ def test_what_a_call_does_to_containers_it_does_to_the_users() -> None:
     features, dense = ids(0, 0, 2), torch.ones(BATCH_SIZE, 1)
     dictionary, items, untouched = {"a": features, "b": dense, "c": 1}, [features, dense], [features]
     value = Mutable(features, [dictionary])
-    inputs = prepare_inputs((value, items), {"more": untouched})
-    new, new_items = inputs.args
+    (new, new_items), _, write_back = prepare_inputs((value, items), {"more": untouched})
     new.other[0].pop("a")
     new.other[0]["d"] = new_items[0]
     new_items.append(new_items.pop(0))
     new.features, new.added = None, new_items[0]
-    inputs.write_back()
+    write_back()
     assert {**dictionary} == {"b": dense, "c": 1, "d": features}
     assert list(map(id, items)) == [id(dense), id(features)]
     assert value.features is None

@@ -245,6 +245,11 @@ class Equal(nn.Module):
         return self.score(self.embeddings(features).values()).square().mean()
 
 
+def of_one_size() -> Case:
+    """Two all-reduces of 320 numbers each: gloo sees no mismatch."""
+    return Case(Equal, (DP, TW0), partial(one, 2))
+
+
 def orders_of_reductions() -> list[str]:
     """Returns no problem if replicas part where each rank reduces in an order of its own."""
     in_order = DDPCalls.in_order
@@ -255,7 +260,7 @@ def orders_of_reductions() -> list[str]:
             return in_order(calls, compiled)
 
     with mock.patch.object(DDPCalls, "in_order", in_its_own):
-        return [] if differences(CASES["reductions of one size"]()) else ["equal all the same"]
+        return [] if differences(of_one_size()) else ["equal all the same"]
 
 
 def no_eager_steps() -> list[str]:
@@ -278,18 +283,16 @@ class Method(Compiled):
     """A model that a method of a trainer calls."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(Trainer(model, CASES["reductions of one size"]().sharded()).step)
+        super().__init__(Trainer(model, of_one_size().sharded()).step)
 
 
 def trainers() -> list[str]:
-    """Returns where a method of what holds a model is not compiled as the model is."""
-    return differences(CASES["reductions of one size"](), Method)
+    """Returns where a method of what holds a model, whose reductions have one size, parts from eager."""
+    return differences(of_one_size(), Method)
 
 
 CASES = {
     "a rank without lookups": lambda: deep(1, DP, TW0),
-    # Two all-reduces of 320 numbers each: gloo sees no mismatch.
-    "reductions of one size": lambda: Case(Equal, (DP, TW0), partial(one, 2)),
     "buckets rebuilt": lambda: deep(4, TW0, TW1),
 }
 CHECKS = {

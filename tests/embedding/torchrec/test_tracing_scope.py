@@ -113,9 +113,9 @@ from graphpasses.embedding.torchrec.model_call import tracing_scope
 model = torch.compile(torch.nn.Linear(2, 2), backend="eager", fullgraph=True)
 assert not needs_eager_call([model])
 check_inputs((torch.ones(2, 2),), {})
-inputs = prepare_inputs((torch.ones(2, 2),), {})
+args, kwargs, _ = prepare_inputs((torch.ones(2, 2),), {})
 with tracing_scope():
-    print(model(*inputs.args, **inputs.kwargs).shape)
+    print(model(*args, **kwargs).shape)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "torch.Size([2, 2])\n"

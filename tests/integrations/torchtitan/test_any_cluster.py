@@ -108,8 +108,8 @@ def test_experts_that_compute_otherwise_are_refused() -> None:
     from torchtitan.models.common.moe import GroupedExperts
     from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
+    from graphpasses.integrations.torchtitan.any_cluster import check_experts, compute_microbatches_apart
     from graphpasses.integrations.torchtitan.cpu_configs import trainer_config
-    from graphpasses.integrations.torchtitan.experts import check_experts, compute_microbatches_apart
 
     class OtherExperts(GroupedExperts):
         def _grouped_mm(self, **factors: torch.Tensor) -> torch.Tensor:

@@ -85,14 +85,18 @@ def test_without_kernels_none_are_taken_for_granted() -> None:
 
 @pytest.mark.slow
 def test_a_kernel_with_other_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = captured(torch.bfloat16, default_pipeline(NO_BUCKETS, fuse=True))
+    x = torch.ones(64, 64, dtype=torch.bfloat16)
+    step = capture_train_step(
+        lambda model, x: (model(x) * 2 + 1).square().mean(), nn.Linear(64, 64, dtype=torch.bfloat16), x
+    )
+    step = Pipeline((FuseExactly(),)).run(step)
 
     def without_casts(function: object, inputs: list[Tensor]) -> object:
         return compile_exactly(lambda *given: [x + 1 for x in function(*given)], inputs)  # type: ignore[operator]
 
     monkeypatch.setattr(compiled_regions, "compile_exactly", without_casts)
     with pytest.raises(PipelineError, match="has other bits than eager's: result 0 has"):
-        train(step, torch.bfloat16)
+        step(x)
 
 
 @dataclass(frozen=True)
