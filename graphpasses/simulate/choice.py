@@ -155,7 +155,11 @@ def costs(
                 continue
             if bandwidth > 0:
                 found[algorithm, protocol] = latency, bandwidth
-    return found or _last_resort(topology, collective)
+    hardware = topology.hardware
+    if found or hardware.at_least(2, 24) or log is not None or hardware.algorithms in ("", "ring"):
+        return found
+    # Where NCCL_ALGO leaves nothing, NCCL 2.23 takes a ring, in a protocol that is allowed; later ones fail.
+    return costs(replace(topology, hardware=replace(hardware, algorithms="ring")), collective, "avg", 0)
 
 
 def time(
@@ -178,14 +182,6 @@ def time(
         if algorithm == "ring" and protocol == "simple" and topology.num_nodes > 1 and is_long:
             latency *= 1.9 if capability < 80 else 1.4
     return latency + num_bytes / (1000 * bandwidth)
-
-
-def _last_resort(topology: Topology, collective: str) -> dict[tuple[str, str], tuple[float, float]]:
-    """NCCL 2.23 takes a ring, in a protocol that is allowed, where NCCL_ALGO leaves nothing; later ones fail."""
-    hardware = topology.hardware
-    if hardware.at_least(2, 24) or hardware.log is not None or hardware.algorithms in ("", "ring"):
-        return {}
-    return costs(replace(topology, hardware=replace(hardware, algorithms="ring")), collective, "avg", 0)
 
 
 def _is_possible(topology: Topology, collective: str, algorithm: str, op: str, element_size: int) -> bool:

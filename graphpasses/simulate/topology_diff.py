@@ -93,12 +93,10 @@ class TopologyDiff(BitsTable):
 
     @property
     def bits(self) -> list[Bits]:
-        """Of each gradient."""
         return [each.bits for each in self.gradients]
 
     @property
     def remedy(self) -> str:
-        """Which order of ranks restores the bits, or why none does; "" where none is needed."""
         if self.rank_order is None:
             return self.reason
         return (
@@ -108,7 +106,6 @@ class TopologyDiff(BitsTable):
         )
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Returns the table: a header, and a row for each gradient."""
         rows: list[tuple[str, ...]] = [("gradient", "bits", "elements", "of", "why")]
         for each in self.gradients:
             num = "?" if each.bits == "unknown" else f"{each.num_elements:,}"
@@ -134,7 +131,6 @@ def diff_topologies(layout: Layout, a: Topology, b: Topology) -> TopologyDiff:
         TopologyError: the clusters have other numbers of ranks, or a bucket has ranks that they have not.
 
     Example:
-        >>> import torch
         >>> from graphpasses.fsdp import make_bucket_layout
         >>> parameters = [("a", (9000,), 0), ("b", (60000,), 0)]
         >>> layout = Layout((make_bucket_layout("reduce_scatter", range(4), "sum", torch.bfloat16, parameters),))
