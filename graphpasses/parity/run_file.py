@@ -89,11 +89,6 @@ def step_line(record: StepRecord) -> bytes:
     return json_line({**vars(record), "loss": record.loss and vars(record.loss)})
 
 
-def layouts_line(layouts: Layout) -> bytes:
-    """Returns a line of bucket layouts, for those that were not known when the header was written."""
-    return json_line({"layouts": layouts.to_json()})
-
-
 def passes_line(passes: Mapping[str, PipelineReport]) -> bytes:
     reports = {name: [each.to_json() for each in report] for name, report in passes.items()}
     proofs = {name: report.proof for name, report in passes.items()}
@@ -147,17 +142,15 @@ def read_run(path: str | os.PathLike[str]) -> Run:
                 ended = True
                 if record["num_steps"] != len(steps):
                     raise ValueError(f"the run ended after {record['num_steps']} steps, the file has {len(steps)}")
-                continue
-            if "layouts" in record:
+            elif "layouts" in record:
                 header = replace(header, layouts=_layout_from(record["layouts"]))
-                continue
-            if "passes" in record:
+            elif "passes" in record:
                 passes = _passes_from(record["passes"], record["proofs"])
-                continue
-            step = _step_from(record, header.world_size)
-            if steps and step.step <= steps[-1].step:
-                raise ValueError(f"step {step.step} follows step {steps[-1].step}")
-            steps.append(step)
+            else:
+                step = _step_from(record, header.world_size)
+                if steps and step.step <= steps[-1].step:
+                    raise ValueError(f"step {step.step} follows step {steps[-1].step}")
+                steps.append(step)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunFileError(f"'{path}' is damaged in line {number}: {_reason(error)}") from None
     if ended and rest:
