@@ -32,7 +32,7 @@ def train(folder):
 
 
 if __name__ == "__main__":
-    run_ranks(train, 2, sys.argv[1], preload=("torch",))
+    run_ranks(train, 2, sys.argv[1], preload=("torch", "graphpasses.simulate"))
 """
 
 
@@ -102,7 +102,7 @@ if __name__ == "__main__":
     for case in json.loads(sys.argv[2]):
         (folder / "case.json").write_text(json.dumps(case))
         try:
-            print(run_ranks(dist.get_rank, 2, preload=("torch",)))
+            print(run_ranks(dist.get_rank, 2))
         except RankError as error:
             print(str(error).splitlines()[-1])
         failures = list(folder.glob("failure-*"))
