@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from graphpasses._torch.dtensor import is_sharded, local_part, split_factor
 from graphpasses._torch.group_ranks import gathered
+from graphpasses.analysis.levels import grouped
 from graphpasses.errors import UnsupportedError
 
 
@@ -80,11 +81,8 @@ def _whole_rows(gradients: list[Tensor]) -> list[Tensor]:
         for gradient, own in zip(gradients, splits, strict=True)
     ]
     while any(splits):
-        packed: dict[tuple[DeviceMesh, int], list[int]] = {}
-        for index, own in enumerate(splits):
-            if own:
-                packed.setdefault((own[-1].mesh, own[-1].axis), []).append(index)
-        for indices in packed.values():
+        innermost = {index: (own[-1].mesh, own[-1].axis) for index, own in enumerate(splits) if own}
+        for indices in grouped(innermost, key=innermost.__getitem__):
             parts = [splits[index].pop() for index in indices]
             whole = _gathered([sums[index] for index in indices], parts)
             for index, each in zip(indices, whole, strict=True):

@@ -212,14 +212,14 @@ def _of_step(step: TrainGraph) -> Iterator[tuple[str, Tensor, torch.dtype]]:
             dtype = accumulate_dtype(str(op), argument(node).meta["val"].dtype)
             added |= {fqn: dtype for fqn, _ in parts.values()}
     for fqn in step.gradient_slots():
-        if fqn not in added and fqn not in step.without_gradient:
+        if fqn in added:
+            yield fqn, get_state(step.model, fqn), added[fqn]
+        elif fqn not in step.without_gradient:
             raise UnsupportedError(
                 f"the step adds the gradient of {fqn!r} in NCCL's order, or reduces it over one rank. Rewrite it by "
                 "default_pipeline(canonical=True); on one rank, call canonical_reductions on the model before the "
                 "capture, and give the model"
             )
-        if fqn in added:
-            yield fqn, get_state(step.model, fqn), added[fqn]
 
 
 def _added(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
