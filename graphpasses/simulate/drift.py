@@ -136,10 +136,10 @@ def _sharded_axes(model: nn.Module) -> dict[str, set[str]]:
 def _lines(axes: Mapping[str, int], along: frozenset[str]) -> tuple[tuple[int, ...], ...]:
     """Returns the ranks of the mesh that differ along some axes only, group by group."""
     mesh = torch.arange(math.prod(axes.values())).view(*axes.values())
-    dims = [dim for dim, name in enumerate(axes) if name in along]
-    others = [dim for dim in range(len(axes)) if dim not in dims]
-    size = math.prod(mesh.shape[dim] for dim in dims)
-    return tuple(map(tuple, mesh.permute(*others, *dims).reshape(-1, size).tolist()))
+    is_along = [name in along for name in axes]
+    size = math.prod(size for name, size in axes.items() if name in along)
+    dims = sorted(range(len(axes)), key=is_along.__getitem__)
+    return tuple(map(tuple, mesh.permute(dims).reshape(-1, size).tolist()))
 
 
 @lru_cache(maxsize=64)
@@ -147,10 +147,8 @@ def _groups(
     ranks: tuple[int, ...], topology: Topology, axes: tuple[tuple[str, int], ...]
 ) -> tuple[frozenset[str], dict[tuple[int, ...], Topology]]:
     """Returns the axes along which a group lies, and all groups that do, with their topologies; {} if it is none."""
-    places = [torch.unravel_index(torch.tensor(rank), tuple(size for _, size in axes)) for rank in ranks]
-    along = frozenset(
-        name for (name, _), at in zip(axes, zip(*places, strict=True), strict=True) if len({*map(int, at)}) > 1
-    )
+    places = torch.unravel_index(torch.tensor(ranks), tuple(size for _, size in axes))
+    along = frozenset(name for (name, _), at in zip(axes, places, strict=True) if len(at.unique()) > 1)
     groups = _lines(dict(axes), along)
     return along, {group: topology.restrict(group) for group in groups} if ranks in groups else {}
 
@@ -207,15 +205,13 @@ def _sums(steps: Sequence[_Step], axes: Mapping[str, int]) -> tuple[list[_Orders
             orders = iter(flat)
             found.setdefault(flat, [tuple(itertools.islice(orders, size)) for size in sizes])
     kept = [orders for orders in found.values() if any(len(set(each)) > 1 for each in orders)]
-    sums = Sums()
-    numbers: dict[int, list[int]] = {rank: [] for rank in leaves}
+    sums, found_sums = Sums(), []
     for each in kept:
         values = leaves
         for step, of_groups in zip(steps, each, strict=True):
             values = dict(_reduced(step, of_groups, values, sums))
-        for rank in leaves:
-            numbers[rank].append(values[rank])
-    return kept, {rank: tuple(own) for rank, own in numbers.items()}
+        found_sums.append(values)
+    return kept, {rank: tuple(values[rank] for values in found_sums) for rank in leaves}
 
 
 def _reduced(

@@ -239,19 +239,16 @@ def _find_rank_order(places: Sequence[Place], a: Topology, b: Topology) -> tuple
         return off_node, len(changed), names
 
     farthest = 0
-    is_cut = len(orders) > _MAX_ORDERS
-    found_none = (
-        "no order of ranks was found, and not all were tried" if is_cut else "no order of ranks restores them"
-    )
     for names in sorted(orders[:_MAX_ORDERS], key=moves):
         renamed = _renamed(b, names)
         failed = (i for i, each in enumerate(places) if next(_differences(each, a, renamed), None))
         if (index := next(failed, None)) is None:
             return tuple(names.index(rank) for rank in ranks), ""
         farthest = max(farthest, index)
+    why = "was found, and not all were tried" if len(orders) > _MAX_ORDERS else "restores them"
     return None, (
-        f"{found_none}: none of the {min(len(orders), _MAX_ORDERS):,} that restore the first elements of bucket "
-        f"{place.bucket} restores all of bucket {places[farthest].bucket}"
+        f"no order of ranks {why}: none of the {min(len(orders), _MAX_ORDERS):,} that restore the first elements of "
+        f"bucket {place.bucket} restores all of bucket {places[farthest].bucket}"
     )
 
 
@@ -261,11 +258,11 @@ def _renamed(topology: Topology, names: Ring) -> Topology:
         found = trees(topology)
     except UnsupportedError:  # then no sum was on trees
         found = ()
-    children = [{names[rank]: tuple(names[c] for c in each) for rank, each in enumerate(tree)} for tree in found]
+    old = sorted(range(topology.num_ranks), key=names.__getitem__)
     return replace(
         topology,
         mode="explicit",
         explicit_rings=tuple(tuple(names[rank] for rank in ring) for ring in rings(topology)),
         num_search_rings=None,
-        explicit_trees=tuple(tuple(tree[rank] for rank in range(len(tree))) for tree in children),
+        explicit_trees=tuple(tuple(tuple(names[child] for child in tree[rank]) for rank in old) for tree in found),
     )
