@@ -1,4 +1,4 @@
-"""The first operator at which two recorded steps part. Imports no torch."""
+"""The first operator at which two recorded steps part."""
 
 from __future__ import annotations
 

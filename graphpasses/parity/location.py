@@ -1,4 +1,4 @@
-"""Where two recorded runs part: the first operator of the first step that differs. Imports no torch."""
+"""Where two recorded runs part: the first operator of the first step that differs."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Lines between them may hold what is known only once a run has compiled: its buck
 graphs. Of several such lines the last one counts.
 
 A run that was killed keeps every line that was written whole; reading it says that it was cut. Reading a
-run imports torch only if it holds bucket layouts.
+run imports torch only if it holds bucket layouts or what passes did.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from graphpasses.errors import RunFileError
-from graphpasses.graph.pass_report import PassReport, PipelineReport
 
 if TYPE_CHECKING:
     from graphpasses.fsdp.layout import Layout
+    from graphpasses.graph.pass_report import PipelineReport
 
 FORMAT_VERSION = 2
 GRADIENT_NORM = "(norm of all gradients)"
@@ -230,6 +230,8 @@ def _loss_from(data: JSON, world_size: int) -> Loss:
 
 
 def _passes_from(data: JSON, proofs: Mapping[str, str]) -> Mapping[str, PipelineReport]:
+    from graphpasses.graph.pass_report import PassReport, PipelineReport
+
     return {
         name: PipelineReport(tuple(map(PassReport.from_json, reports)), proof=proofs[name])
         for name, reports in data.items()

@@ -148,7 +148,7 @@ def _groups(
 ) -> tuple[frozenset[str], dict[tuple[int, ...], Topology]]:
     """Returns the axes along which a group lies, and all groups that do, with their topologies; {} if it is none."""
     places = torch.unravel_index(torch.tensor(ranks), tuple(size for _, size in axes))
-    along = frozenset(name for (name, _), at in zip(axes, places, strict=True) if len(at.unique()) > 1)
+    along = frozenset(name for (name, _), at in zip(axes, places, strict=True) if len({*at.tolist()}) > 1)
     groups = _lines(dict(axes), along)
     return along, {group: topology.restrict(group) for group in groups} if ranks in groups else {}
 
