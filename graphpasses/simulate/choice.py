@@ -215,10 +215,10 @@ def _is_enabled(topology: Topology, collective: str, algorithm: str, protocol: s
     hardware = topology.hardware
     if algorithm in ("nvls", "nvls_tree", "pat") and protocol != "simple":
         return False
-    state = enabled(hardware, collective)[protocol]
-    if not enabled(hardware, collective)[algorithm]:
+    allowed = enabled(hardware, collective)
+    if not allowed[algorithm]:
         return False
-    if state is not None:
+    if (state := allowed[protocol]) is not None:
         return state
     if protocol != "ll128":
         return True
@@ -298,11 +298,10 @@ def _latency(topology: Topology, collective: str, algorithm: str, index: int) ->
         return base + intra + 2 * depth * inter
     num_steps = _num_steps(collective, num_ranks)
     if collective == "reduce":
-        place = link if num_nodes == 1 else "net"
         # Rings that differ do not pipeline; on one node the search repeats one ring.
         if num_nodes == 1:
-            return base + latencies[place]["ring"][index]
-        return base + num_steps * latencies[place]["tree" if is_simple else "ring"][index]
+            return base + latencies[link]["ring"][index]
+        return base + num_steps * latencies["net"]["tree" if is_simple else "ring"][index]
     if num_nodes > 1:
         overhead = 2.0 if hardware.get("cpu") == "amd" else 1.0
         intra = max(intra, overhead * (3 if is_simple else 1))
