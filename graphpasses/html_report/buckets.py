@@ -152,9 +152,9 @@ def _paired(rows: Iterable[Row], in_a: Mapping[int, object], in_b: Mapping[int, 
             shared.setdefault(row.a.bucket, Counter())[row.b.bucket] += num_bytes
     used = set()
     for index in in_a:
-        candidates = [each for each, _ in shared.get(index, Counter()).most_common() if each not in used]
-        used.update(candidates[:1])
-        yield index, next(iter(candidates), -1)
+        match = next((each for each, _ in shared.get(index, Counter()).most_common() if each not in used), -1)
+        used.add(match)
+        yield index, match
     for index in in_b:
         if index not in used:
             yield -1, index
