@@ -50,13 +50,11 @@ class ClusterOptions:
 
     def arguments(self) -> list[str]:
         """Returns the options as they are given on the command line."""
-        given = ((field.name, getattr(self, field.name)) for field in fields(self))
-        words = ((name, value if name == "env" else (value,)) for name, value in given if value not in (None, ()))
-        return [
-            word
-            for name, values in words
-            for word in (f"--{name.replace('_', '-')}", *(str(value) for value in values))
-        ]
+        words: list[str] = []
+        for name, value in vars(self).items():
+            if value not in (None, ()):
+                words += [f"--{name.replace('_', '-')}", *map(str, value if name == "env" else (value,))]
+        return words
 
     def topology(self, run: object = None, num_ranks: int = 16) -> Topology:
         """Returns the cluster; what is not given is that of ``run``, a run file's topology, or of ``num_ranks``."""
@@ -67,43 +65,28 @@ class ClusterOptions:
             return {name: value for name in names if (value := getattr(self, name)) is not None}
 
         given = given_of("gpus_per_node", "mode", "num_channels", "algorithm", "protocol")
-        ranks, text = self.ranks or num_ranks, ""
-        if self.nccl_log is not None:
-            if clash := sorted(given.keys() & {"mode", "num_channels"}):
-                raise TopologyError(f"a log gives the rings and channels; leave --{clash[0].replace('_', '-')} out")
-            ranks, text = self._read_log()
-        options: dict[str, Any] = {"gpus_per_node": math.gcd(8, ranks), **known_fields(run, num_ranks), **given}
+        options = {**known_fields(run, num_ranks), **given}
         hardware = given_of("nccl_version", "compute_capability", "intra_bandwidth", "inter_bandwidth")
         options["hardware"] = replace(options.get("hardware", Hardware()), **hardware)
         variables = dict(each.partition("=")[::2] for each in self.env)
         if unknown := sorted(variables.keys() - VARIABLES):
             raise TopologyError(f"--env does not know {unknown[0]}; it knows {', '.join(sorted(VARIABLES))}")
         if self.nccl_log is None:
-            return with_environment(Topology(ranks, **options), variables)
-        kept = {name: options[name] for name in ("algorithm", "protocol") if name in options}
+            ranks = self.ranks or num_ranks
+            return with_environment(Topology(ranks, **{"gpus_per_node": math.gcd(8, ranks), **options}), variables)
+        if clash := sorted(given.keys() & {"mode", "num_channels"}):
+            raise TopologyError(f"a log gives the rings and channels; leave --{clash[0].replace('_', '-')} out")
+        kept = {name: options[name] for name in ("algorithm", "protocol", "hardware") if name in options}
         try:
-            topology = topology_from_log(
-                text, gpus_per_node=options["gpus_per_node"], hardware=options["hardware"], **kept
-            )
-        except TopologyError as error:
-            raise TopologyError(f"'{self.nccl_log}': {error}") from None
-        return with_environment(topology, variables)
-
-    def _read_log(self) -> tuple[int, str]:
-        """Returns how many ranks the log has, and its text."""
-        from graphpasses.simulate import topology_from_log
-
-        assert self.nccl_log is not None
-        try:
-            text = self.nccl_log.read_text(errors="replace")
-            num_ranks = topology_from_log(text, gpus_per_node=1).num_ranks
+            topology = topology_from_log(self.nccl_log.read_text(errors="replace"), gpus_per_node=1, **kept)
         except OSError as error:
             raise TopologyError(f"cannot read '{self.nccl_log}': {error.strerror}") from None
         except TopologyError as error:
             raise TopologyError(f"'{self.nccl_log}': {error}") from None
-        if self.ranks not in (None, num_ranks):
-            raise TopologyError(f"'{self.nccl_log}' has {num_ranks} ranks, --ranks says {self.ranks}")
-        return num_ranks, text
+        if self.ranks not in (None, topology.num_ranks):
+            raise TopologyError(f"'{self.nccl_log}' has {topology.num_ranks} ranks, --ranks says {self.ranks}")
+        gpus_per_node = options.get("gpus_per_node", math.gcd(8, topology.num_ranks))
+        return with_environment(replace(topology, gpus_per_node=gpus_per_node), variables)
 
 
 def known_fields(run: object, num_ranks: int) -> dict[str, Any]:

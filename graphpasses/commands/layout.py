@@ -61,11 +61,10 @@ def show(
     rows = []
     for index, bucket in enumerate(layout.buckets):
         kind = f"{bucket.collective} {bucket.op} {bucket.dtype}, {len(bucket.ranks)} ranks"
+        cells = [str(index), f"{kind}, {bucket.num_bytes} bytes each"]
         for entry in bucket.entries:
-            is_first = entry is bucket.entries[0]
-            cells = (str(index), f"{kind}, {bucket.num_bytes} bytes each") if is_first else ("", "")
-            numbers = (entry.offset, entry.numel, entry.padded_numel)
-            rows.append([*cells, entry.fqn, *map(str, numbers)])
+            rows.append([*cells, entry.fqn, *map(str, (entry.offset, entry.numel, entry.padded_numel))])
+            cells = ["", ""]
     make_console().print(plain_table(("bucket", "reduction", "parameter", "byte", "elements", "padded"), rows))
     return EXIT_OK
 

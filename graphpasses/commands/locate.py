@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json as jsonlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from tyro.conf import Positional, arg
 
 from graphpasses.commands.cluster_options import DEFAULT_CLUSTER, ClusterOptions
 from graphpasses.commands.exit_codes import EXIT_DIFFERENT, EXIT_EQUAL
 from graphpasses.errors import TaskError
-
-if TYPE_CHECKING:
-    from graphpasses.parity.location import Location
 
 
 def locate(
@@ -50,23 +47,19 @@ def locate(
     from graphpasses.parity.location import locate_runs, location_to_json, render_location
     from graphpasses.parity.run_file import read_run
 
-    if run_b is None:
-        location = _of_task(source, cluster, steps, out)
+    if run_b is not None:
+        location = locate_runs(read_run(source), read_run(run_b))
+    elif source.endswith(".jsonl"):
+        raise TaskError(f"'{source}' is a run; give a second one to compare it with, or a task")
+    elif steps < 1:
+        raise TaskError(f"--steps is {steps}; it must be at least 1")
     else:
-        location = locate_runs(read_run(Path(source)), read_run(run_b))
+        from graphpasses.parity.bisection import locate_task
+        from graphpasses.parity.training import load_task
+
+        location = locate_task(load_task(source), cluster.topology(), steps, out, source=source)
     if json:
         print(jsonlib.dumps(location_to_json(location), indent=2))
     else:
         print(render_location(location))
     return EXIT_EQUAL if location.difference is None else EXIT_DIFFERENT
-
-
-def _of_task(source: str, cluster: ClusterOptions, steps: int, out: Path) -> Location:
-    if source.endswith(".jsonl"):
-        raise TaskError(f"'{source}' is a run; give a second one to compare it with, or a task")
-    from graphpasses.parity.bisection import locate_task
-    from graphpasses.parity.training import load_task
-
-    if steps < 1:
-        raise TaskError(f"--steps is {steps}; it must be at least 1")
-    return locate_task(load_task(source), cluster.topology(), steps, out, source=source)

@@ -2,12 +2,8 @@
 
 from graphpasses.fsdp.layout import BucketLayout as BucketLayout
 from graphpasses.fsdp.layout import Layout as Layout
-from graphpasses.fsdp.layout import LayoutEntry as LayoutEntry
 from graphpasses.fsdp.layout import eager_layout as eager_layout
 from graphpasses.fsdp.layout import make_bucket_layout as make_bucket_layout
-from graphpasses.fsdp.layout_diff import LayoutDiff as LayoutDiff
-from graphpasses.fsdp.layout_diff import Move as Move
-from graphpasses.fsdp.layout_diff import Place as Place
 from graphpasses.fsdp.layout_diff import diff_layouts as diff_layouts
 from graphpasses.fsdp.plan import Bucket as Bucket
 from graphpasses.fsdp.plan import BucketPlan as BucketPlan

@@ -16,19 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from graphpasses._torch.fsdp2 import (
-    ParameterGroup,
-    ReduceScatterInGraph,
-    fsdp_groups,
-    fsdp_states,
-    mesh_ranks,
-    named_sharded_parameters,
-    read_groups,
-    reduce_by,
-    refuse_partial_reduction,
-    replicate_group,
-    shard_group,
-)
+from graphpasses._torch import fsdp2
 from graphpasses.errors import UnsupportedError
 from graphpasses.ops.reduce_in_tree import (
     ALL_REDUCE_IN_TREE,
@@ -77,28 +65,28 @@ def canonical_reductions(model: nn.Module, *, accumulate: torch.dtype | None = N
         >>> bucket.op
         'tree'
     """
-    groups = fsdp_groups(model)
+    groups = fsdp2.fsdp_groups(model)
     if not groups:
         raise UnsupportedError("the model has no FSDP2 parameter group; call fully_shard on it first")
     managed = {id(parameter.sharded_param) for group in groups for parameter in group.fsdp_params}
-    for fqn, parameter in named_sharded_parameters(model):
+    for fqn, parameter in fsdp2.named_sharded_parameters(model):
         if parameter.requires_grad and id(parameter) not in managed:
             raise UnsupportedError(
                 f"parameter {fqn!r} is trained, and FSDP2 does not reduce its gradient. Let fully_shard manage it"
             )
-    for module, _ in fsdp_states(model):
+    for module, _ in fsdp2.fsdp_states(model):
         module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
         module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
-    read = read_groups(model)
+    read = fsdp2.read_groups(model)
     for group, each in read.items():
-        _check(each, mesh_ranks(group), accumulate)
-    refuse_order_of_experts({f"FSDP2 group {each.name!r}": mesh_ranks(group) for group, each in read.items()})
+        _check(each, fsdp2.mesh_ranks(group), accumulate)
+    refuse_order_of_experts({f"FSDP2 group {each.name!r}": fsdp2.mesh_ranks(group) for group, each in read.items()})
     for group in groups:
-        reduce_by(group, TreeReduceScatter(group, accumulate))
+        fsdp2.reduce_by(group, TreeReduceScatter(group, accumulate))
     return model
 
 
-def _check(group: ParameterGroup, ranks: Sequence[int], accumulate: torch.dtype | None) -> None:
+def _check(group: fsdp2.ParameterGroup, ranks: Sequence[int], accumulate: torch.dtype | None) -> None:
     subject, replicas = f"FSDP2 group {group.name!r}", group.replicate_ranks or ()
     if len(group.shard_ranks) == 1 and len(replicas) > 1:
         raise UnsupportedError(
@@ -162,7 +150,7 @@ def refuse_rounding(subject: str, sent: torch.dtype, accumulate: torch.dtype | N
     return added
 
 
-class TreeReduceScatter(ReduceScatterInGraph):
+class TreeReduceScatter(fsdp2.ReduceScatterInGraph):
     """FSDP2's reduce-scatter as a tree; with HSDP it reduces over the replicas, too.
 
     Then each rank has the sum of one part of its shard, and negative zeros elsewhere, to which FSDP2's all-reduce
@@ -179,7 +167,7 @@ class TreeReduceScatter(ReduceScatterInGraph):
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns a buffer; FSDP2 asks for that of a reduction's input, then for its output's."""
-        numel, num_ranks = math.prod(size), shard_group(self._group).size()
+        numel, num_ranks = math.prod(size), fsdp2.shard_group(self._group).size()
         if self._input_numel == numel * num_ranks:
             dtype, numel = accumulate_dtype(self.reduce_scatter_op, dtype), 0
         self._input_numel = numel
@@ -188,14 +176,14 @@ class TreeReduceScatter(ReduceScatterInGraph):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, *_: Any, **__: Any
     ) -> None:
-        refuse_partial_reduction(self._group)
+        fsdp2.refuse_partial_reduction(self._group)
         reduced = reduce_scatter_in_tree(input_tensor, self.reduce_scatter_op, group.size(), group.group_name)
         if output_tensor.dtype != reduced.dtype:  # which copying would round
             raise UnsupportedError(
                 "FSDP2 asked for the buffers of a reduction in another order than that of torch 2.13: its output is "
                 f"{output_tensor.dtype}, and the sum {reduced.dtype}"
             )
-        replicas = replicate_group(self._group)
+        replicas = fsdp2.replicate_group(self._group)
         if replicas is None or replicas.size() == 1:
             output_tensor.copy_(reduced)
             return

@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from graphpasses._torch.dtensor import is_sharded, local_part, split_factor
+from graphpasses._torch.group_ranks import gathered
+from graphpasses.analysis.levels import grouped
 from graphpasses.errors import UnsupportedError
 
 
@@ -48,21 +50,15 @@ def canonical_clip_grad_norm_(
     gradients = [each.grad for each in parameters if each.grad is not None]
     sums = [sum_in_tree(rows) for rows in _whole_rows(gradients)]
     of_all = torch.stack(sums) if sums else torch.zeros(0)
-    norm = sum_in_tree(of_all if stages is None else _of_all_stages(of_all, stages)).sqrt()
+    if stages is not None:
+        of_all = of_all.new_tensor([each for of_stage in gathered(of_all.tolist(), stages) for each in of_stage])
+    norm = sum_in_tree(of_all).sqrt()
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's
     for gradient in gradients:
         local = local_part(gradient)
         # In bfloat16, vectors and what is left of them may be rounded otherwise.
         local.copy_(local.float() * factor)
     return norm
-
-
-def _of_all_stages(sums: Tensor, stages: dist.ProcessGroup) -> Tensor:
-    nums = [sums.new_zeros(1, dtype=torch.long) for _ in range(stages.size())]
-    dist.all_gather(nums, torch.full_like(nums[0], len(sums)), group=stages)
-    padded = [sums.new_zeros(int(max(nums))) for _ in nums]
-    dist.all_gather(padded, torch.cat([sums, sums.new_zeros(len(padded[0]) - len(sums))]), group=stages)
-    return torch.cat([part[: int(num)] for part, num in zip(padded, nums, strict=True)])
 
 
 def sum_in_tree(values: Tensor) -> Tensor:
@@ -85,11 +81,8 @@ def _whole_rows(gradients: list[Tensor]) -> list[Tensor]:
         for gradient, own in zip(gradients, splits, strict=True)
     ]
     while any(splits):
-        packed: dict[tuple[DeviceMesh, int], list[int]] = {}
-        for index, own in enumerate(splits):
-            if own:
-                packed.setdefault((own[-1].mesh, own[-1].axis), []).append(index)
-        for indices in packed.values():
+        innermost = {index: (own[-1].mesh, own[-1].axis) for index, own in enumerate(splits) if own}
+        for indices in grouped(innermost, key=innermost.__getitem__):
             parts = [splits[index].pop() for index in indices]
             whole = _gathered([sums[index] for index in indices], parts)
             for index, each in zip(indices, whole, strict=True):

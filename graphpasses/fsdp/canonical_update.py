@@ -13,8 +13,7 @@ from graphpasses._torch.dtensor import local_part
 from graphpasses.errors import UnsupportedError
 
 _NUM_STEPS = 3
-_SIZES = (1, 2, 3, 5, 7)  # less than a vector of any kernel
-_NUM_PIECES = 400
+_SIZES = [1, 2, 3, 5, 7] * 80  # of the pieces: less than a vector of any kernel
 
 
 def check_canonical_update(optimizer: torch.optim.Optimizer) -> None:
@@ -38,8 +37,7 @@ def check_canonical_update(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         kinds = {(each.dtype, local_part(each).device) for each in group["params"]}
         for dtype, device in sorted(kinds, key=str):
-            whole = _updated(optimizer, group, dtype, device, is_whole=True)
-            pieces = _updated(optimizer, group, dtype, device, is_whole=False)
+            whole, pieces = (_updated(optimizer, group, dtype, device, sizes) for sizes in ([sum(_SIZES)], _SIZES))
             num_others = int((_bits(whole) != _bits(pieces)).sum())
             if num_others:
                 implementation = next((name for name in ("fused", "foreach") if group.get(name)), "")
@@ -56,14 +54,11 @@ def _updated(
     group: dict[str, Any],
     dtype: torch.dtype,
     device: torch.device,
-    *,
-    is_whole: bool,
+    sizes: list[int],
 ) -> Tensor:
-    """Returns random weights after a few steps."""
-    sizes = [_SIZES[index % len(_SIZES)] for index in range(_NUM_PIECES)]
+    """Returns random weights, in pieces of some sizes, after a few steps."""
     generator = torch.Generator().manual_seed(0)
     weights, *gradients = torch.randn(1 + _NUM_STEPS, sum(sizes), generator=generator)
-    sizes = [sum(sizes)] if is_whole else sizes
     pieces = [nn.Parameter(each.clone()) for each in weights.to(device, dtype).split(sizes)]
     other = copy.copy(optimizer)
     other.state = defaultdict(dict)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from graphpasses.analysis.parameter_collectives import (
     is_result_of,
 )
 from graphpasses.errors import LayoutError
-from graphpasses.fsdp.layout import BucketLayout, Layout, LayoutEntry
+from graphpasses.fsdp.layout import BucketLayout, Collective, Layout, LayoutEntry, with_entries
 from graphpasses.graph import TrainGraph, argument
 from graphpasses.graph.nodes import SAME_TENSOR_OPS
 from graphpasses.graph.parameters import ParameterInfo
@@ -30,24 +30,8 @@ SPLIT = aten.split_with_sizes.default
 
 # What undoes casts, padding and the mean's divisor; a gradient's bytes keep their place in all of them.
 KEEP_PLACE = frozenset(
-    {
-        CAST,
-        *SAME_TENSOR_OPS,
-        aten.div.Scalar,
-        aten.reshape.default,
-        aten.slice.Tensor,
-        aten.view.default,
-    }
+    {CAST, *SAME_TENSOR_OPS, aten.div.Scalar, aten.reshape.default, aten.slice.Tensor, aten.view.default}
 )
-
-
-@dataclass(frozen=True)
-class _Found:
-    """One collective on the way from a gradient output to the gradient, and the parameter's part in it."""
-
-    collective: fx.Node
-    part: int  # position among the parts into which the collective's result is split
-    sizes: tuple[int, ...]  # elements of all parts
 
 
 def graph_layout(graph: TrainGraph) -> Layout:
@@ -84,14 +68,17 @@ def reduced_parts(graph: TrainGraph) -> dict[fx.Node, dict[int, tuple[str, tuple
     values = graph.output_values
     for fqn, slots in graph.gradient_slots().items():
         for slot in slots:
-            for found in _collectives_behind(values[slot], graph.parameters[fqn]):
-                parts.setdefault(found.collective, {})[found.part] = (fqn, found.sizes)
+            for collective, part, sizes in _collectives_behind(values[slot], graph.parameters[fqn]):
+                parts.setdefault(collective, {})[part] = fqn, sizes
     order = {node: index for index, node in enumerate(graph.graph.nodes)}
     return {node: parts[node] for node in sorted(parts, key=order.__getitem__)}
 
 
-def _collectives_behind(value: fx.Node | None, info: ParameterInfo) -> list[_Found]:
-    found: list[_Found] = []
+def _collectives_behind(value: fx.Node | None, info: ParameterInfo) -> Iterator[tuple[fx.Node, int, tuple[int, ...]]]:
+    """Yields the collectives on the way from a gradient output to the gradient.
+
+    With the parameter's part among those into which the result is split, and the numbers of elements of all parts.
+    """
     pending: list[tuple[Any, int, tuple[int, ...]]] = [(value, 0, ())] if value is not None else []
     while pending:
         node, part, sizes = pending.pop()
@@ -100,7 +87,7 @@ def _collectives_behind(value: fx.Node | None, info: ParameterInfo) -> list[_Fou
             assert isinstance(index, int)
             pending.append((split.args[0], index, tuple(part.shape[0] for part in split.meta["val"])))
         elif is_result_of(node, ALL_REDUCES, info.replicate_ranks):
-            found.append(_Found(argument(node), part, sizes or (_numel(node),)))
+            yield argument(node), part, sizes or (_numel(node),)
             # HSDP: the reduce-scatter comes first, same places; then what earlier microbatches left is added.
             source = argument(node).args[0]
             for target in (aten.add.Tensor, aten.div.Scalar):
@@ -109,16 +96,15 @@ def _collectives_behind(value: fx.Node | None, info: ParameterInfo) -> list[_Fou
             if is_result_of(source, REDUCE_SCATTERS, info.shard_ranks):
                 pending.append((source, part, sizes))
         elif is_result_of(node, REDUCE_SCATTERS, info.shard_ranks):
-            found.append(_Found(argument(node), part, sizes or (_numel(node),)))
+            yield argument(node), part, sizes or (_numel(node),)
             if not sizes:  # HSDP as traced: the all-reduce comes first, on the whole gradient
                 source, _ = before_padding(argument(node))
                 if is_result_of(source, ALL_REDUCES, info.replicate_ranks):
-                    found.append(_Found(argument(source), 0, (_numel(source),)))
+                    yield argument(source), 0, (_numel(source),)
         elif isinstance(node, fx.Node) and node.target in KEEP_PLACE:
             pending.append((node.args[0], part, sizes))
         elif calls(node, aten.add.Tensor):
             pending += [(source, part, sizes) for source in reversed(node.all_input_nodes)]
-    return found
 
 
 def _bucket(graph: TrainGraph, collective: fx.Node, parts: dict[int, tuple[str, tuple[int, ...]]]) -> BucketLayout:
@@ -131,22 +117,14 @@ def _bucket(graph: TrainGraph, collective: fx.Node, parts: dict[int, tuple[str, 
             f"the others are {known}"
         )
     dtype: torch.dtype = argument(collective).meta["val"].dtype
-    is_reduce_scatter = collective.target in REDUCE_SCATTERS
-    offsets = [sum(sizes[:index]) * dtype.itemsize for index in range(len(sizes))]
-    return BucketLayout(
-        collective="reduce_scatter" if is_reduce_scatter else "all_reduce",
-        ranks=collective_ranks(collective),
-        op=str(collective.args[1]),
-        dtype=str(dtype).removeprefix("torch."),
-        entries=tuple(
-            _entry(graph.parameters[parts[index][0]], sizes[index], offsets[index]) for index in range(len(sizes))
-        ),
-    )
-
-
-def _entry(info: ParameterInfo, padded_numel: int, offset: int) -> LayoutEntry:
-    dim = info.shard_dim or 0
-    return LayoutEntry(info.fqn, math.prod(info.shape), padded_numel, offset, dim, info.shape[dim])
+    entries = []
+    for index, padded_numel in enumerate(sizes):
+        info = graph.parameters[parts[index][0]]
+        dim = info.shard_dim or 0
+        entries.append(LayoutEntry(info.fqn, math.prod(info.shape), padded_numel, 0, dim, info.shape[dim]))
+    kind: Collective = "reduce_scatter" if collective.target in REDUCE_SCATTERS else "all_reduce"
+    name = str(dtype).removeprefix("torch.")
+    return with_entries(BucketLayout(kind, collective_ranks(collective), str(collective.args[1]), name, ()), entries)
 
 
 def _numel(node: Any) -> int:

@@ -106,8 +106,7 @@ class Layout:
                 if other != reductions:
                     raise LayoutError(f"{fqns[0]!r} and {fqn!r} cannot share a bucket: they are reduced differently")
             for index, bucket in enumerate(reductions):
-                entries = _place((found[fqn][index][1] for fqn in fqns), dtype_bytes(bucket.dtype))
-                made.append(replace(bucket, entries=entries))
+                made.append(with_entries(bucket, (found[fqn][index][1] for fqn in fqns)))
         return Layout(tuple(made))
 
     def _split(self, parts: Callable[[str], tuple[bool, ...]]) -> Layout:
@@ -115,9 +114,8 @@ class Layout:
         buckets = []
         for bucket in self.buckets:
             for is_in in zip(*(parts(entry.fqn) for entry in bucket.entries), strict=True):
-                kept = itertools.compress(bucket.entries, is_in)
-                if entries := _place(kept, dtype_bytes(bucket.dtype)):
-                    buckets.append(replace(bucket, entries=entries))
+                if any(is_in):
+                    buckets.append(with_entries(bucket, itertools.compress(bucket.entries, is_in)))
         return Layout(tuple(buckets))
 
     def to_json(self) -> dict[str, Any]:
@@ -127,18 +125,20 @@ class Layout:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Layout:
         """Reads back what :meth:`to_json` wrote."""
-        return cls(
-            tuple(
-                BucketLayout(
-                    **bucket
-                    | {
-                        "ranks": tuple(bucket["ranks"]),
-                        "entries": tuple(LayoutEntry(**entry) for entry in bucket["entries"]),
-                    }
-                )
-                for bucket in data["buckets"]
-            )
-        )
+        buckets = []
+        for bucket in data["buckets"]:
+            entries = tuple(LayoutEntry(**entry) for entry in bucket["entries"])
+            buckets.append(BucketLayout(**{**bucket, "ranks": tuple(bucket["ranks"]), "entries": entries}))
+        return cls(tuple(buckets))
+
+
+def with_entries(bucket: BucketLayout, entries: Iterable[LayoutEntry]) -> BucketLayout:
+    """Returns a bucket with other entries, one behind the other."""
+    placed, offset, itemsize = [], 0, dtype_bytes(bucket.dtype)
+    for entry in entries:
+        placed.append(replace(entry, offset=offset))
+        offset += entry.padded_numel * itemsize
+    return replace(bucket, entries=tuple(placed))
 
 
 def make_bucket_layout(
@@ -177,7 +177,7 @@ def make_bucket_layout(
         padded_numel = _padded_numel(fqn, shape, shard_dim, num_shards)
         entries.append(LayoutEntry(fqn, math.prod(shape), padded_numel, 0, shard_dim, shape[shard_dim]))
     name = str(dtype).removeprefix("torch.")
-    return BucketLayout(collective, tuple(ranks), op, name, _place(entries, dtype.itemsize))
+    return with_entries(BucketLayout(collective, tuple(ranks), op, name, ()), entries)
 
 
 def at_world_size(layout: Layout, num_ranks: int) -> Layout:
@@ -196,8 +196,7 @@ def at_world_size(layout: Layout, num_ranks: int) -> Layout:
                 shape = shape[::-1]
             padded = _padded_numel(entry.fqn, shape, min(entry.shard_dim, 1), num_ranks)
             entries.append(replace(entry, padded_numel=padded))
-        placed = _place(entries, dtype_bytes(bucket.dtype))
-        buckets.append(replace(bucket, ranks=tuple(range(num_ranks)), entries=placed))
+        buckets.append(with_entries(replace(bucket, ranks=tuple(range(num_ranks))), entries))
     return Layout(tuple(buckets))
 
 
@@ -270,14 +269,6 @@ def _padded_numel(fqn: str, shape: Sequence[int], shard_dim: int, num_shards: in
             f"divide by {num_shards}; FSDP2 rejects uneven shards on a dim other than 0"
         )
     return math.prod(shape) // num_shards
-
-
-def _place(entries: Iterable[LayoutEntry], itemsize: int) -> tuple[LayoutEntry, ...]:
-    placed, offset = [], 0
-    for entry in entries:
-        placed.append(replace(entry, offset=offset))
-        offset += entry.padded_numel * itemsize
-    return tuple(placed)
 
 
 def dtype_bytes(dtype: str) -> int:

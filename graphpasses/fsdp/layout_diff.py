@@ -91,7 +91,6 @@ def diff_layouts(a: Layout, b: Layout) -> LayoutDiff:
         b: the actual layout, e.g. the graph's.
 
     Example:
-        >>> import torch
         >>> from graphpasses.fsdp import Layout, make_bucket_layout
         >>> parameters = [("a", (4,), 0), ("b", (8,), 0)]
         >>> asked, there = (
@@ -104,12 +103,13 @@ def diff_layouts(a: Layout, b: Layout) -> LayoutDiff:
         [('a', 0, 16), ('b', 8, 0)]
     """
     places_a, places_b = layout_places(a), layout_places(b)
-    moves = (Move(key[0], places_a.get(key), places_b.get(key)) for key in dict.fromkeys([*places_a, *places_b]))
-    return LayoutDiff(tuple(move for move in moves if _decided(move.before) != _decided(move.after)))
-
-
-def _decided(place: Place | None) -> Place | None:
-    return place and place.what_decides_bits()
+    moves = []
+    for key in {**places_a, **places_b}:
+        move = Move(key[0], places_a.get(key), places_b.get(key))
+        before, after = (place and place.what_decides_bits() for place in (move.before, move.after))
+        if before != after:
+            moves.append(move)
+    return LayoutDiff(tuple(moves))
 
 
 def layout_places(layout: Layout) -> dict[PlaceKey, Place]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Sampler
 
-from graphpasses._torch.dtensor import local_part
+from graphpasses._torch.dtensor import as_dtensor, local_part
 from graphpasses._torch.fsdp2 import named_sharded_parameters, own_reduction, read_groups
 from graphpasses._torch.storage import times_written
 from graphpasses.errors import UnsupportedError
@@ -78,13 +78,10 @@ class MicrobatchTree:
     at most ``log2(num_microbatches) + 1`` copies of the sharded gradients::
 
         tree = graphpasses.MicrobatchTree(model)
-        for j in range(num_microbatches // num_ranks):  # of the global batch
-            loss = loss_fn(model, *microbatches[j * num_ranks + rank]) / num_microbatches
-            loss.backward()  # or: loss = step(*microbatch), of a captured step
+        for microbatch in microbatches[rank::num_ranks]:  # of the global batch
+            (loss_fn(model, *microbatch) / num_microbatches).backward()  # or step(*microbatch), of a captured step
             tree.add()
-        tree.finish()
-        optimizer.step()
-        optimizer.zero_grad()
+        tree.finish()  # then optimizer.step() and optimizer.zero_grad()
 
     Args:
         model: on which :func:`canonical_reductions` was called; or a captured step that
@@ -161,14 +158,7 @@ class MicrobatchTree:
         for (fqn, parameter, _), value in zip(self._parameters, total, strict=True):
             if value is not None:
                 assert isinstance(parameter, DTensor)
-                parameter.grad = self._finished[fqn] = DTensor.from_local(
-                    value.to(parameter.dtype),
-                    parameter.device_mesh,
-                    parameter.placements,
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                )
+                parameter.grad = self._finished[fqn] = as_dtensor(value.to(parameter.dtype), parameter)
 
     def _written(self) -> dict[str, tuple[int, int]]:
         """Returns by FQN which tensor a buffer is, and how often it was written; those that count are left out."""
@@ -222,14 +212,14 @@ def _of_step(step: TrainGraph) -> Iterator[tuple[str, Tensor, torch.dtype]]:
             dtype = accumulate_dtype(str(op), argument(node).meta["val"].dtype)
             added |= {fqn: dtype for fqn, _ in parts.values()}
     for fqn in step.gradient_slots():
-        if fqn not in added and fqn not in step.without_gradient:
+        if fqn in added:
+            yield fqn, get_state(step.model, fqn), added[fqn]
+        elif fqn not in step.without_gradient:
             raise UnsupportedError(
                 f"the step adds the gradient of {fqn!r} in NCCL's order, or reduces it over one rank. Rewrite it by "
                 "default_pipeline(canonical=True); on one rank, call canonical_reductions on the model before the "
                 "capture, and give the model"
             )
-        if fqn in added:
-            yield fqn, get_state(step.model, fqn), added[fqn]
 
 
 def _added(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:

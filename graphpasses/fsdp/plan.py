@@ -1,8 +1,12 @@
-"""Bucket plans: which parameters eager FSDP2 gathers and reduces in one collective. Their order: `byte_order.py`."""
+"""Bucket plans: which parameters eager FSDP2 gathers and reduces in one collective, and in which order.
+
+An element's byte offset in its bucket decides its NCCL ring, hence the order of addition, hence its bits. Which bytes
+each parameter takes follows from this order and its shape: see ``make_bucket_layout`` in ``layout.py``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -10,7 +14,6 @@ import torch
 from torch import nn
 
 from graphpasses.errors import PlanError
-from graphpasses.fsdp.byte_order import managed_parameters
 from graphpasses.identity import IdentityMap
 from graphpasses.ops.reduce_in_tree import is_tree_op
 from graphpasses.text import did_you_mean
@@ -149,10 +152,7 @@ class BucketPlan:
         """
         made = (
             Bucket(
-                _names(entry),
-                "modules",
-                reduction,
-                reshard_after_forward=reshard_after_forward and "" not in entry,
+                _names(entry), reduction=reduction, reshard_after_forward=reshard_after_forward and "" not in entry
             )
             for entry in entries
         )
@@ -221,14 +221,11 @@ class BucketPlan:
 
         Example:
             >>> from torch.distributed.fsdp import fully_shard
-            >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
             >>> with fake_process_group(2):
-            ...     mesh = dist.init_device_mesh("cpu", (2,))
-            ...     for module in (model[1], model):
-            ...         _ = fully_shard(module, mesh=mesh)
+            ...     model = fully_shard(nn.Linear(2, 2), mesh=dist.init_device_mesh("cpu", (2,)))
             ...     plan = BucketPlan.from_fully_shard(model)
             >>> [bucket.fqns for bucket in plan.entries]
-            [('1.weight', '1.bias'), ('0.weight', '0.bias')]
+            [('weight', 'bias')]
         """
         from graphpasses._torch.fsdp2 import parameter_groups
 
@@ -261,8 +258,6 @@ class BucketPlan:
     def resolve(self, model: nn.Module) -> tuple[Bucket, ...]:
         """Finds each bucket's parameters, in the order in which eager FSDP2 packs them.
 
-        See :func:`graphpasses.fsdp.byte_order.managed_parameters` for that order.
-
         Args:
             model: the plain, SimpleFSDP or FSDP2 model; only looked at.
 
@@ -288,7 +283,7 @@ class BucketPlan:
 
         buckets: list[Bucket] = []
         taken: dict[str, tuple[str, int]] = {}
-        for index, (entry, managed) in enumerate(zip(entries, managed_parameters(model, calls), strict=True)):
+        for index, (entry, managed) in enumerate(zip(entries, _managed_parameters(model, calls), strict=True)):
             fqns: dict[str, None] = {}
             for name in managed if entry.kind == "modules" else entry.fqns:
                 fqn = name if entry.accumulates else identity.canonical(name)
@@ -317,6 +312,51 @@ def premultiplied_note(buckets: Iterable[Bucket]) -> str | None:
         "NCCL_NVLS_ENABLE=0 and NCCL_PAT_ENABLE=0 for both, or call set_force_sum_reduction_for_comms(True) on the "
         "eager model"
     )
+
+
+def _managed_parameters(model: nn.Module, calls: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Returns which parameters each ``fully_shard`` call manages, in byte order.
+
+    FSDP2's rule for one call: from each module in argument order a depth-first post-order over ``children()``,
+    shared modules once, without modules that another call takes; then each module's own parameters; a parameter
+    stands where it is first seen. A module's own parameters thus come after those of its children, unlike in
+    ``named_parameters()``.
+    Source: FSDP2's ``_fsdp_init.py``, ``_get_managed_modules`` and ``_get_managed_states``; ``_get_root_modules``.
+
+    ``calls`` has per call the FQNs of its modules, in argument order; ``""`` is the root. A tied parameter is
+    listed under each of its names; the first decides.
+    """
+    roots = [_root_modules([model.get_submodule(fqn) for fqn in call]) for call in calls]
+    taken = frozenset(module for modules in roots for module in modules)
+    fqns = {module: fqn for fqn, module in model.named_modules()}
+    return [
+        [
+            name
+            for module in _managed_modules(modules, taken)
+            for name, _ in module.named_parameters(prefix=fqns[module], recurse=False)
+        ]
+        for modules in roots
+    ]
+
+
+def _root_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Returns a call's modules but those inside others of it."""
+    nested = {child for module in modules for child in module.modules() if child is not module}
+    return [module for module in dict.fromkeys(modules) if module not in nested]
+
+
+def _managed_modules(roots: Sequence[nn.Module], taken: frozenset[nn.Module]) -> Iterator[nn.Module]:
+    visited = set[nn.Module]()
+
+    def visit(module: nn.Module) -> Iterator[nn.Module]:
+        visited.add(module)
+        for child in module.children():
+            if child not in visited and child not in taken:
+                yield from visit(child)
+        yield module
+
+    for root in roots:
+        yield from visit(root)
 
 
 def _names(entry: Sequence[str]) -> tuple[str, ...]:

@@ -101,11 +101,10 @@ def layout_traffic(
 
     reduced: list[Event] = []
     for flops, order in ((2, groups), (4, groups[::-1])):
-        waits = gather(order[0]) if overlap and order else []
-        for index, group in enumerate(order):
-            now = waits if overlap else gather(group)
-            if overlap and index + 1 < len(order):
-                waits = gather(order[index + 1])
+        ahead = None
+        for group, following in itertools.zip_longest(order, order[1:]):
+            now = gather(group) if ahead is None else ahead
+            ahead = gather(following) if overlap and following else None
             numel = sum(entry.numel for entry in group[0].entries)
             events += [*now, Event("compute", flops=flops * numel * num_tokens)]
             if flops == 4:  # backward

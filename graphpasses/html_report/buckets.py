@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from graphpasses.analysis.levels import grouped
 from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.layout_diff import Place, layout_places
-from graphpasses.simulate.choice import choose
 from graphpasses.simulate.nccl import channel_parts
+from graphpasses.simulate.orders import place_choice
 from graphpasses.simulate.prediction import Prediction, Reordered
 from graphpasses.simulate.rings import Ring, Topology, rings
 
@@ -152,9 +152,9 @@ def _paired(rows: Iterable[Row], in_a: Mapping[int, object], in_b: Mapping[int, 
             shared.setdefault(row.a.bucket, Counter())[row.b.bucket] += num_bytes
     used = set()
     for index in in_a:
-        candidates = [each for each, _ in shared.get(index, Counter()).most_common() if each not in used]
-        used.update(candidates[:1])
-        yield index, next(iter(candidates), -1)
+        match = next((each for each, _ in shared.get(index, Counter()).most_common() if each not in used), -1)
+        used.add(match)
+        yield index, match
     for index in in_b:
         if index not in used:
             yield -1, index
@@ -193,8 +193,7 @@ def _bar(entries: Sequence[_Entry], total: int, topology: Topology, names: RingN
     ring_of = [names[tuple(first.ranks[rank] for rank in ring)] for ring in rings(group)]
     per_chunk = ", each chunk from another rank on" if first.collective == "all_reduce" else ""
     scale = 100 * first.itemsize / total
-    algorithm = choose(group, first.collective, count, first.itemsize, first.op).algorithm
-    is_ring = algorithm == "ring"  # nothing is drawn below the bar of other algorithms
+    is_ring = place_choice(first, group).algorithm == "ring"  # nothing is drawn below the bar of other algorithms
     channels = channel_parts(group, first.collective, count, first.itemsize, first.op) if is_ring else ()
     parts = [
         RingPart(

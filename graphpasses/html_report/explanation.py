@@ -10,17 +10,11 @@ from graphpasses.fsdp.layout_diff import Place
 from graphpasses.parity.compare import Divergence
 from graphpasses.parity.report import meaning
 from graphpasses.parity.run_file import GRADIENT_NORM
-from graphpasses.simulate.nccl import reduction_parts
+from graphpasses.simulate.orders import place_parts
 from graphpasses.simulate.prediction import Prediction, Reordered
 from graphpasses.simulate.rings import Topology
 from graphpasses.simulate.trees import show_order
 from graphpasses.text import some
-
-_NO_LAYOUTS = (
-    "Where gradients lie in their buckets is not known, since not both runs recorded it: record them with "
-    "ParityRecorder(…, layouts=eager_layout(model)) and layouts=graph_layout(step)."
-)
-_NOT_ONE_CLUSTER = "The runs had other clusters, on which the same sum has another order."
 
 
 def explain(
@@ -32,9 +26,12 @@ def explain(
     if divergence.first != "gradients":
         return
     if not has_layouts:
-        yield _NO_LAYOUTS
+        yield (
+            "Where gradients lie in their buckets is not known, since not both runs recorded it: record them with "
+            "ParityRecorder(…, layouts=eager_layout(model)) and layouts=graph_layout(step)."
+        )
     elif prediction is None:
-        yield _NOT_ONE_CLUSTER
+        yield "The runs had other clusters, on which the same sum has another order."
     elif not num_moved:
         yield (
             "Both runs reduce with the same layout, so no sum has another order. What differs went into the "
@@ -94,9 +91,8 @@ def _example(reordered: Reordered, topology: Topology, letter: str) -> str:
 
 def _at(place: Place, topology: Topology, element: int) -> str:
     """Says where an element of a gradient is reduced, and in which order."""
-    group, count = topology.restrict(place.ranks), place.num_elements
     index = place.offset // place.itemsize + element
-    parts = reduction_parts(group, place.collective, count, place.itemsize, op=place.op)
+    parts = place_parts(place, topology.restrict(place.ranks))
     part = parts[bisect.bisect_right(parts, index, key=lambda part: part.stop)]
     order = show_order(part.order, place.ranks, 16)
     return f"{index * place.itemsize:,}, where channel {part.channel} adds the ranks in the order {order}"

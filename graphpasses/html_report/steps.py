@@ -51,15 +51,11 @@ def _cell(steps: Sequence[StepDifference]) -> Cell:
     name = f"step {steps[0].step}" if len(steps) == 1 else f"steps {steps[0].step} to {steps[-1].step}"
     if not any(steps):
         return Cell("equal", f"{name}: equal")
-    counts = [
-        f"{max(map(len, its))} {what}"
-        for what, its in (
-            ("gradients", [step.gradients or () for step in steps]),
-            ("weights", [step.weights for step in steps]),
-        )
-    ]
+    num_gradients = max(len(step.gradients or ()) for step in steps)
+    num_weights = max(len(step.weights) for step in steps)
     loss = ", and the loss" if any(step.loss for step in steps) else ""
-    return Cell("differs", f"{name}: {'up to ' if len(steps) > 1 else ''}{' and '.join(counts)} differ{loss}")
+    up_to = "up to " if len(steps) > 1 else ""
+    return Cell("differs", f"{name}: {up_to}{num_gradients} gradients and {num_weights} weights differ{loss}")
 
 
 def draw_losses(runs: Sequence[tuple[str, Run]]) -> Chart | None:

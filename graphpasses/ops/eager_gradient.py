@@ -11,14 +11,10 @@ from graphpasses.ops.define import define_operator
 
 
 def eager_gradient(gradient: Tensor, x: Tensor, operator: str, arguments: str, dtype: torch.dtype | None) -> Tensor:
-    """Calls an operator again, and returns the gradient of its first argument.
+    """Calls an operator again, and returns the gradient of its first argument, given that of its result.
 
-    Args:
-        gradient: of the operator's result.
-        x: its first argument.
-        operator: of ATen, with its overload: ``"prod.dim_int"``.
-        arguments: the others, as a list in JSON.
-        dtype: what it is given by that name.
+    ``operator`` is one of ATen, with its overload; ``arguments`` are those after ``x``, as a list in JSON, and
+    ``dtype`` what it is given by that name.
 
     Example:
         >>> eager_gradient(torch.tensor(1.0), torch.tensor([2.0, 3.0]), "prod.default", "[]", None)

@@ -12,8 +12,9 @@ it; several dtypes travel as bytes. Gradients of pooled embeddings lie side by s
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -31,11 +32,9 @@ def _by_member(values: Sequence[int], num_members: int) -> list[Sequence[int]]:
     return [values[index * num_ranks : (index + 1) * num_ranks] for index in range(num_members)]
 
 
-def _row_shapes(sizes: Sequence[int], row_dims: Sequence[int]) -> Iterator[Sequence[int]]:
-    start = 0
-    for num_dims in row_dims:
-        yield sizes[start : start + num_dims]
-        start += num_dims
+def _row_shapes(sizes: Sequence[int], row_dims: Sequence[int]) -> list[tuple[int, ...]]:
+    left = iter(sizes)
+    return [tuple(itertools.islice(left, num_dims)) for num_dims in row_dims]
 
 
 def pack_all_to_all(inputs: Sequence[Tensor], splits: Sequence[int]) -> Tensor:

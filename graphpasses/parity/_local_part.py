@@ -65,20 +65,20 @@ def _local_part_of_dtensor(name: str, tensor: DTensor, group: dist.ProcessGroup 
     mesh, placements, shape = tensor.device_mesh, tensor.placements, tuple(tensor.shape)
     description = f"{tensor.dtype} {list(shape)} {list(placements)} on mesh {_ranks_of(mesh)}"
     local = wait_for(tensor.to_local().detach())
-    problem = _placement_problem(tensor, group) or _problem(local)
-    if problem:
-        return LocalPart(name, None, description=description, problem=problem)
+    refused = functools.partial(LocalPart, name, None, description=description)
+    if problem := _placement_problem(tensor, group) or _problem(local):
+        return refused(problem=problem)
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # this rank only knows of the tensor
         return LocalPart(name, local.new_empty(0), tensor.dtype, shape, (), -1, 1, description)
     place = local_offset(tensor)
     if place is None:
-        problem = f"with {list(placements)}, a rank's shard is not one contiguous range of the whole tensor"
-        return LocalPart(name, None, description=description, problem=problem)
+        return refused(
+            problem=f"with {list(placements)}, a rank's shard is not one contiguous range of the whole tensor"
+        )
     expected, offset = place
     if tuple(local.shape) != expected:
-        problem = f"its local shape is {list(local.shape)}, but torch shards it into {list(expected)}"
-        return LocalPart(name, None, description=description, problem=problem)
+        return refused(problem=f"its local shape is {list(local.shape)}, but torch shards it into {list(expected)}")
     replica, num_replicas = 0, 1
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, Replicate):

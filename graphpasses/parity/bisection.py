@@ -7,6 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
+
 from graphpasses.errors import TaskError
 from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.plan import BucketPlan
@@ -75,9 +77,12 @@ def locate_task(task: Task, topology: Topology, num_steps: int, folder: Path, *,
     passes = range(len(trials.passes))
     bad = 0 if differs(0) else bisect.bisect_left(passes, True, lo=1, key=differs)
     name = trials.passes[bad - 1] if bad else "capture"
-    script = trials.operator_script(location.difference)
-    if script is None and source:
-        script = write_step_script(folder, location.difference, source, topology, step, bad)
+    text = trials.operator_script(location.difference)
+    if not text and source:
+        text = _step_script(location.difference, source, topology, step, bad)
+    script = folder / "reproduce.py" if text else None
+    if script is not None:
+        script.write_text(text)
     return replace(location, pass_name=name, culprit=trials.culprit(bad, step), script=script)
 
 
@@ -143,15 +148,20 @@ class _Trials:
         lines += _rewrite(self.graphs[bad - 1], self.graphs[bad], between)
         return "\n".join(lines)
 
-    def operator_script(self, difference: Difference) -> Path | None:
-        """Writes a script that calls the operator again, if that shows the difference."""
-        a, b = difference.a, difference.b
+    def operator_script(self, difference: Difference) -> str:
+        """Returns a script that calls the operator again, if that shows the difference, and writes what it reads."""
+        a, b, step = difference.a, difference.b, difference.step
         if difference.kind != "result" or a is None or b is None or a.is_collective:
-            return None
-        step = difference.step
+            return ""
         self.train_eager(step + 1, {step: [a.position]})
         self.train_graph(step + 1, None, {step: [b.position]})
-        return write_operator_script(self.folder, difference)
+        for letter, run, operator in (("a", "eager", a), ("b", "graph", b)):
+            file = operator_file(self.folder / f"{run}.jsonl", difference.rank).with_suffix(".pt")
+            saved = torch.load(file, weights_only=True)
+            torch.save(saved[operator.position], self.folder / f"reproduce-{letter}.pt")
+        own = any(each.operator.startswith("graphpasses.") for each in (a, b))
+        imports, note = ("import graphpasses.ops  # noqa: F401\n", " and graphpasses") if own else ("", "")
+        return _OPERATOR.format(difference=difference, imports=imports, imports_note=note)
 
 
 def _rewrite(before: CapturedStep, after: CapturedStep, difference: Difference | None) -> list[str]:
@@ -235,37 +245,13 @@ print(comparison.verdict, comparison.divergence)
 '''
 
 
-def write_operator_script(folder: Path, difference: Difference) -> Path:
-    """Writes a script that calls an operator on what it read in ``folder``'s eager.jsonl and graph.jsonl."""
-    import torch
-
-    assert difference.a is not None
-    assert difference.b is not None
-    for letter, run, operator in (("a", "eager", difference.a), ("b", "graph", difference.b)):
-        file = operator_file(folder / f"{run}.jsonl", difference.rank).with_suffix(".pt")
-        saved = torch.load(file, weights_only=True)
-        torch.save(saved[operator.position], folder / f"reproduce-{letter}.pt")
-    own = any(each.operator.startswith("graphpasses.") for each in (difference.a, difference.b))
-    imports, note = ("import graphpasses.ops  # noqa: F401\n", " and graphpasses") if own else ("", "")
-    return _write(folder, _OPERATOR.format(difference=difference, imports=imports, imports_note=note))
-
-
-def write_step_script(
-    folder: Path, difference: Difference, source: str, topology: Topology, step: int, num_passes: int
-) -> Path:
-    """Writes a script that trains a task both ways up to the step that differs, with as few passes as differ."""
+def _step_script(difference: Difference, source: str, topology: Topology, step: int, num_passes: int) -> str:
+    """Returns a script that trains a task both ways up to the step that differs, with as few passes as differ."""
     path = Path(source)
-    text = _STEP.format(
+    return _STEP.format(
         difference=difference,
         source=str(path.resolve()) if path.suffix == ".py" else source,
         topology=topology,
         num_steps=step + 1,
         num_passes=num_passes,
     )
-    return _write(folder, text)
-
-
-def _write(folder: Path, text: str) -> Path:
-    script = folder / "reproduce.py"
-    script.write_text(text)
-    return script

@@ -1,4 +1,4 @@
-"""The first operator at which two recorded steps part. Imports no torch."""
+"""The first operator at which two recorded steps part."""
 
 from __future__ import annotations
 
@@ -156,18 +156,14 @@ class _Run:
             if (key := next((key for key in _keys(value) if key in self._makers), None)) is not None:
                 yield self._makers[key]
 
-    def computes(self, each: Operator) -> bool:
-        """Whether this run computes, anyhow and anywhere in forward or backward, what another's operator does."""
-        return self.has(each, each.outputs)
-
     def has(self, each: Operator, values: Iterable[Value]) -> bool:
-        """Whether this run has some values that another's operator reads or makes."""
+        """Whether this run has, anywhere in forward or backward, values that another's operator reads or makes."""
         return set(_digests(values)) <= (self.values if each.where.in_backward else self._forward)
 
     def cannot_have(self, each: Operator) -> bool:
         """Whether a graph computes what FSDP2 does in an operator by others, of which hashes say nothing."""
         is_other = each.operator.startswith(_COMMUNICATION) and not self.communicates
-        return is_other and not self.computes(each)
+        return is_other and not self.has(each, each.outputs)
 
 
 def _partners(a: _Run, b: _Run) -> dict[int, int]:
@@ -249,7 +245,7 @@ def _difference(
 ) -> tuple[_Kind, Operator | None, tuple[str, ...]] | None:
     if partner is not None and partner in same_call:
         return "result", partner, _differing_outputs(each, partner)
-    if other.computes(each) and (each.operator != _TO_PYTHON or partner is None):
+    if other.has(each, each.outputs) and (each.operator != _TO_PYTHON or partner is None):
         return None
     if same_call:
         return "result", same_call[0], _differing_outputs(each, same_call[0])

@@ -20,8 +20,6 @@ from graphpasses.errors import GraphPassesError
 
 logger = logging.getLogger(__name__)
 
-_NUM_LAUNCHES = 3
-
 
 class RankError(GraphPassesError, RuntimeError):
     """A rank of :func:`run_ranks` failed; the message carries its number and its traceback."""
@@ -67,13 +65,13 @@ def _rank_main(
 def end_with_caller() -> None:
     """Lets this process end when the one that started it has: alone it would write into files of the next run."""
     caller = multiprocessing.parent_process()
+
+    def wait_and_end(sentinel: int) -> None:
+        wait([sentinel])
+        signal.raise_signal(signal.SIGKILL)  # during a collective nothing else ends it
+
     if caller is not None:
-        threading.Thread(target=_wait_and_end, args=(caller.sentinel,), daemon=True).start()
-
-
-def _wait_and_end(sentinel: int) -> None:
-    wait([sentinel])
-    signal.raise_signal(signal.SIGKILL)  # during a collective nothing else ends it
+        threading.Thread(target=wait_and_end, args=(caller.sentinel,), daemon=True).start()
 
 
 def run_ranks(
@@ -112,14 +110,14 @@ def run_ranks(
     """
     if fn.__module__ == "__main__" and not _is_importable(sys.modules["__main__"]):
         raise RankError(f"other processes cannot import {fn.__qualname__}; define it in a module of its own")
-    for launch in range(1, _NUM_LAUNCHES + 1):
+    for _ in range(2):
         try:
             return _launch(fn, num_ranks, args, backend, preload, timeout)
         except _ConnectionError as error:  # gloo's peers hang up, now and then, while they connect
-            if launch == _NUM_LAUNCHES or "gloo/transport" not in str(error):
+            if "gloo/transport" not in str(error):
                 raise
             logger.warning(f"{num_ranks} ranks are launched again, since gloo did not connect them: {error}")
-    raise AssertionError("unreachable")
+    return _launch(fn, num_ranks, args, backend, preload, timeout)
 
 
 def _launch(

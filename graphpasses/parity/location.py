@@ -1,4 +1,4 @@
-"""Where two recorded runs part: the first operator of the first step that differs. Imports no torch."""
+"""Where two recorded runs part: the first operator of the first step that differs."""
 
 from __future__ import annotations
 
@@ -88,16 +88,13 @@ def _first_step(a: Run, b: Run) -> int | None:
     """Returns the first step that differs, or that a run ended in after it recorded its operators; or None."""
     common = {each.step for each in a.steps} & {each.step for each in b.steps}
     unrecorded = sorted((set(recorded_steps(a.path)) & set(recorded_steps(b.path))) - common)
-    if unrecorded and not common:
-        return unrecorded[0]
-    comparison = compare_runs(a, b)
-    if comparison.divergence is not None:
-        return comparison.divergence.step
-    if unrecorded:
-        return unrecorded[0]
-    if comparison.verdict == "not compared":
-        raise CompareError(f"the runs cannot be compared: {comparison.gaps[0].text}")
-    return None
+    if common or not unrecorded:
+        comparison = compare_runs(a, b)
+        if comparison.divergence is not None:
+            return comparison.divergence.step
+        if comparison.verdict == "not compared" and not unrecorded:
+            raise CompareError(f"the runs cannot be compared: {comparison.gaps[0].text}")
+    return next(iter(unrecorded), None)
 
 
 def how_to_locate(comparison: Comparison) -> str:
@@ -105,12 +102,10 @@ def how_to_locate(comparison: Comparison) -> str:
     if comparison.divergence is None:
         return ""
     step = comparison.divergence.step
-    command = f"graphpasses locate {comparison.a.path} {comparison.b.path}"
-    if all(step in recorded_steps(run.path) for run in (comparison.a, comparison.b)):
-        return f"To find the operator at which they part: {command}"
+    is_recorded = all(step in recorded_steps(run.path) for run in (comparison.a, comparison.b))
+    again = "" if is_recorded else f", record both again with ParityRecorder(..., operators=[{step}]), then"
     return (
-        f"To find the operator at which they part, record both again with ParityRecorder(..., operators=[{step}]), "
-        f"then: {command}"
+        f"To find the operator at which they part{again}: graphpasses locate {comparison.a.path} {comparison.b.path}"
     )
 
 

@@ -75,9 +75,9 @@ def read_operators(path: str | os.PathLike[str], rank: int, step: int) -> Operat
     raise RunFileError(f"'{file}' does not hold step {step}; record the run with operators=[{step}]")
 
 
-def recorded_steps(path: str | os.PathLike[str], rank: int = 0) -> list[int]:
-    """Returns the steps whose operators a rank recorded; none if it recorded no operators."""
-    file = operator_file(path, rank)
+def recorded_steps(path: str | os.PathLike[str]) -> list[int]:
+    """Returns the steps whose operators a run recorded; none if it recorded no operators."""
+    file = operator_file(path, 0)
     if not file.exists():
         return []
     return [data["step"] for _, data in _lines(file) if isinstance(data, dict) and "step" in data]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -20,19 +20,10 @@ from graphpasses.errors import RunFileError, UnsupportedError
 from graphpasses.fsdp.layout import Layout
 from graphpasses.graph.pass_report import PipelineReport
 from graphpasses.identity import unwrapped_name
+from graphpasses.parity import run_file
 from graphpasses.parity._local_part import communication_device
-from graphpasses.parity.hashing import merged, named_gradients, named_weights, tensor_hashes
+from graphpasses.parity.hashing import named_gradients, named_weights, tensor_hashes
 from graphpasses.parity.record_operators import OperatorFile
-from graphpasses.parity.run_file import (
-    Loss,
-    RunHeader,
-    StepRecord,
-    end_line,
-    header_line,
-    layouts_line,
-    passes_line,
-    step_line,
-)
 
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -69,11 +60,12 @@ class ParityRecorder:
         >>> import tempfile
         >>> model = nn.Linear(2, 1)
         >>> optimizer = torch.optim.SGD(model.parameters())
-        >>> with ParityRecorder(Path(tempfile.mkdtemp()) / "eager.jsonl", run="eager", seed=0) as recorder:
+        >>> with ParityRecorder(Path(tempfile.mkdtemp()) / "eager.jsonl", seed=0, operators=[1]) as recorder:
         ...     for step in range(3):
-        ...         loss = model(torch.ones(4, 2)).sum()
-        ...         loss.backward()
-        ...         optimizer.step()
+        ...         with recorder.operators(step, model):
+        ...             loss = model(torch.ones(4, 2)).sum()
+        ...             loss.backward()
+        ...             optimizer.step()
         ...         recorder.record(step, loss, model)
         ...         optimizer.zero_grad()
     """
@@ -106,8 +98,8 @@ class ParityRecorder:
             simulated = getattr(dist.group.WORLD, "topology", None)
             topology = None if simulated is None else asdict(simulated)
         named = layouts and _unwrapped(layouts)
-        header = RunHeader(str(torch.__version__), self._world_size, run, model, seed, topology, named)
-        line = header_line(header)  # on all ranks, so that all raise what JSON cannot take
+        header = run_file.RunHeader(str(torch.__version__), self._world_size, run, model, seed, topology, named)
+        line = run_file.header_line(header)  # on all ranks, so that all raise what JSON cannot take
         self._raise_together(self._open(line, overwrite) if self._rank == 0 else None)
         self._operator_file = OperatorFile(self._path, self._rank, self._world_size)
         self._operator_file.remove()  # of an earlier run
@@ -129,15 +121,7 @@ class ParityRecorder:
         Raises:
             RunFileError: on all ranks; a file cannot be written.
 
-        Example:
-            >>> import tempfile
-            >>> model = nn.Linear(2, 1)
-            >>> with ParityRecorder(Path(tempfile.mkdtemp()) / "eager.jsonl", operators=[1]) as recorder:
-            ...     for step in range(3):
-            ...         with recorder.operators(step, model):
-            ...             loss = model(torch.ones(4, 2)).sum()
-            ...             loss.backward()
-            ...         recorder.record(step, loss, model)
+        The class has an example.
         """
         if step not in self._operators:
             yield
@@ -231,10 +215,10 @@ class ParityRecorder:
         per_rank = {f"{kind} of {name}" for kind in ("weight", "gradient") for name in self._per_rank}
         hashes = tensor_hashes(both, per_rank=per_rank, group=self._group)
         if self._group is not None:
-            hashes = merged(gathered(hashes))
+            hashes = dict(ChainMap(*gathered(hashes)))  # of a buffer that several stages have the first one's
         weights = {n[len("weight of ") :]: h for n, h in hashes.items() if h and n.startswith("weight")}
         grads = {n[len("gradient of ") :]: h for n, h in hashes.items() if n.startswith("gradient")}
-        self._write(lambda: step_line(StepRecord(step, losses, weights, grads)))
+        self._write(lambda: run_file.step_line(run_file.StepRecord(step, losses, weights, grads)))
         self._raise_together(self._failure)
         self._num_steps += 1
 
@@ -245,7 +229,7 @@ class ParityRecorder:
             layouts: of the run's reductions; of several calls the last one counts. If they cannot be written, the
                 next :meth:`record` says so on all ranks.
         """
-        self._write(lambda: layouts_line(_unwrapped(layouts)))
+        self._write(lambda: run_file.json_line({"layouts": _unwrapped(layouts).to_json()}))
 
     def record_passes(self, passes: PipelineReport | Mapping[str, PipelineReport]) -> None:
         """Writes what passes did to the run's graphs, for ``graphpasses report``; not compared between runs.
@@ -257,9 +241,10 @@ class ParityRecorder:
                 (:attr:`graphpasses.CompileReport.by_graph`). Those of ``Pipeline.run(..., graph_diff=True)`` show the
                 places that changed. If they cannot be written, the next :meth:`record` says so on all ranks.
         """
-        self._write(lambda: passes_line({"step": passes} if isinstance(passes, PipelineReport) else passes))
+        by_graph = {"step": passes} if isinstance(passes, PipelineReport) else passes
+        self._write(lambda: run_file.passes_line(by_graph))
 
-    def _losses(self, loss: Tensor | float) -> Loss:
+    def _losses(self, loss: Tensor | float) -> run_file.Loss:
         if isinstance(loss, DTensor):
             if not all(placement.is_replicate() for placement in loss.placements):
                 raise UnsupportedError(f"cannot record a loss placed as {list(loss.placements)}; replicate it first")
@@ -278,7 +263,7 @@ class ParityRecorder:
         num_bits = 8 * loss.element_size()
         values = words.to(word).view(loss.dtype).tolist()
         bits = (f"{value & ((1 << num_bits) - 1):0{num_bits // 4}x}" for value in words.tolist())
-        return Loss(str(loss.dtype).removeprefix("torch."), tuple(bits), tuple(map(repr, values)))
+        return run_file.Loss(str(loss.dtype).removeprefix("torch."), tuple(bits), tuple(map(repr, values)))
 
     def close(self, *, complete: bool = True) -> None:
         """Ends the file, with a line that says that the run is complete if it is.
@@ -292,7 +277,7 @@ class ParityRecorder:
         if self._file is None:  # not rank 0, or closed already
             return
         if complete:
-            self._write(lambda: end_line(self._num_steps))
+            self._write(lambda: run_file.end_line(self._num_steps))
         os.close(self._file)
         self._file = None
         if complete and self._failure is not None:
@@ -301,9 +286,7 @@ class ParityRecorder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(complete=error is None)
 
 

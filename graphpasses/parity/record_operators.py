@@ -45,20 +45,17 @@ class OperatorFile:
                 if file.tell() == 0:
                     file.write(header_line(str(torch.__version__), self._rank, self._world_size))
 
+            num_operators = 0
+
             def write(data: Operator | dict[str, Any]) -> None:
+                nonlocal num_operators
+                num_operators += isinstance(data, Operator)
                 if file is not None and self.failure is None:
                     with self._failure_kept():
                         file.write(operator_line(data))
 
-            num_operators = 0
-
-            def add(operator: Operator) -> None:
-                nonlocal num_operators
-                num_operators += 1
-                write(operator)
-
             write({"step": step, "start": values_of(model, batch, gradients=False)})
-            with operators_recorded(model, add, keep=frozenset(keep)) as stream:
+            with operators_recorded(model, write, keep=frozenset(keep)) as stream:
                 yield
             self._last_step = step
             values = values_of(model, gradients=True)

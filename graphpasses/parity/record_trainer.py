@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,7 +24,7 @@ from graphpasses.fsdp.layout import Layout
 from graphpasses.graph import TrainGraph
 from graphpasses.graph.pass_report import PipelineReport
 from graphpasses.integrations.torchtitan.buckets import ON_REWRITTEN, buckets_of
-from graphpasses.parity.hashing import merged, named_gradients, named_weights
+from graphpasses.parity.hashing import named_gradients, named_weights
 from graphpasses.parity.record import ParityRecorder
 from graphpasses.parity.run_file import GRADIENT_NORM
 
@@ -71,10 +72,11 @@ def recorded(
         losses.clear()
         norms.clear()
         run_step(batches)
-        gradients: dict[str, Tensor | None] = merged(map(named_gradients, parts))
+        gradients: dict[str, Tensor | None] = dict(ChainMap(*map(named_gradients, parts)))
+        weights = dict(ChainMap(*map(named_weights, parts)))  # of a buffer that several have the first one's
         if norms:  # torchtitan's, of the steps that it logs
             gradients[GRADIENT_NORM] = torch.tensor(norms[-1], dtype=torch.float64)
-        recorder.record(trainer.step, torch.stack(losses).sum(), merged(map(named_weights, parts)), gradients)
+        recorder.record(trainer.step, torch.stack(losses).sum(), weights, gradients)
 
     run_forward_backward, run_step, write_log = trainer.forward_backward_step, trainer.train_step, metrics.log
     hooks = (
@@ -116,11 +118,10 @@ def _stage_group(dims: Any) -> dist.ProcessGroup | None:
     if dims.pp == 1:
         return None
     places = gathered(int(dims.get_mesh("pp").get_local_rank()))
-    groups: dict[int, dist.ProcessGroup] = {
-        place: dist.new_group([rank for rank, each in enumerate(places) if each == place])
-        for place in sorted(set(places))  # all ranks make all of them
-    }
-    return groups[places[dist.get_rank()]]
+    ranks = [[rank for rank, each in enumerate(places) if each == place] for place in sorted(set(places))]
+    # All ranks make all of them.
+    own: dist.ProcessGroup = dist.new_subgroups_by_enumeration(ranks)[0]  # type: ignore[no-untyped-call]
+    return own
 
 
 def _record_rewritten(

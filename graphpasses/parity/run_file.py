@@ -4,7 +4,7 @@ Lines between them may hold what is known only once a run has compiled: its buck
 graphs. Of several such lines the last one counts.
 
 A run that was killed keeps every line that was written whole; reading it says that it was cut. Reading a
-run imports torch only if it holds bucket layouts.
+run imports torch only if it holds bucket layouts or what passes did.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from graphpasses.errors import RunFileError
-from graphpasses.graph.pass_report import PassReport, PipelineReport
 
 if TYPE_CHECKING:
     from graphpasses.fsdp.layout import Layout
+    from graphpasses.graph.pass_report import PipelineReport
 
 FORMAT_VERSION = 2
 GRADIENT_NORM = "(norm of all gradients)"
@@ -89,11 +89,6 @@ def step_line(record: StepRecord) -> bytes:
     return json_line({**vars(record), "loss": record.loss and vars(record.loss)})
 
 
-def layouts_line(layouts: Layout) -> bytes:
-    """Returns a line of bucket layouts, for those that were not known when the header was written."""
-    return json_line({"layouts": layouts.to_json()})
-
-
 def passes_line(passes: Mapping[str, PipelineReport]) -> bytes:
     reports = {name: [each.to_json() for each in report] for name, report in passes.items()}
     proofs = {name: report.proof for name, report in passes.items()}
@@ -147,17 +142,15 @@ def read_run(path: str | os.PathLike[str]) -> Run:
                 ended = True
                 if record["num_steps"] != len(steps):
                     raise ValueError(f"the run ended after {record['num_steps']} steps, the file has {len(steps)}")
-                continue
-            if "layouts" in record:
+            elif "layouts" in record:
                 header = replace(header, layouts=_layout_from(record["layouts"]))
-                continue
-            if "passes" in record:
+            elif "passes" in record:
                 passes = _passes_from(record["passes"], record["proofs"])
-                continue
-            step = _step_from(record, header.world_size)
-            if steps and step.step <= steps[-1].step:
-                raise ValueError(f"step {step.step} follows step {steps[-1].step}")
-            steps.append(step)
+            else:
+                step = _step_from(record, header.world_size)
+                if steps and step.step <= steps[-1].step:
+                    raise ValueError(f"step {step.step} follows step {steps[-1].step}")
+                steps.append(step)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunFileError(f"'{path}' is damaged in line {number}: {_reason(error)}") from None
     if ended and rest:
@@ -237,6 +230,8 @@ def _loss_from(data: JSON, world_size: int) -> Loss:
 
 
 def _passes_from(data: JSON, proofs: Mapping[str, str]) -> Mapping[str, PipelineReport]:
+    from graphpasses.graph.pass_report import PassReport, PipelineReport
+
     return {
         name: PipelineReport(tuple(map(PassReport.from_json, reports)), proof=proofs[name])
         for name, reports in data.items()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.machinery
-import importlib.util
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -72,24 +71,16 @@ class Task:
     )
 
 
-class _Uncached(importlib.machinery.SourceFileLoader):
-    """Compiles a file each time: Python's cache does not see a change within a second to as many bytes."""
-
-    def path_stats(self, path: Any) -> Any:
-        raise OSError(f"{path} is not cached")
-
-
 def load_task(source: str) -> Task:
     """Reads a task from a Python file or module that defines what a :class:`Task` has; raises where it cannot."""
     path = Path(source)
     try:
         if path.suffix == ".py":
-            loader = _Uncached(path.stem, str(path.absolute()))
-            spec = importlib.util.spec_from_file_location(path.stem, path, loader=loader)
-            assert spec is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[path.stem] = module
-            loader.exec_module(module)
+            # Python's cache of compiled files does not see a change within a second to as many bytes.
+            module = sys.modules[path.stem] = ModuleType(path.stem)
+            module.__file__ = str(path.absolute())
+            code = Path(module.__file__).read_bytes()
+            exec(compile(code, module.__file__, "exec", dont_inherit=True), vars(module))
         else:
             module = importlib.import_module(source)
     except (ImportError, OSError) as error:
@@ -161,20 +152,12 @@ def train_graph(
     The step is captured and rewritten once for all ranks whose shards have the same shapes.
 
     Args:
-        task: what to train; it, the cluster, the steps and ``path`` are as for
+        task: what to train; it, ``topology``, ``num_steps``, ``path``, ``done``, ``operators`` and errors are as for
             :func:`train_eager`.
-        topology: the cluster.
-        num_steps: optimizer steps.
-        path: run file.
         rewrite: makes of the captured step the one that runs (default: the task's pipeline).
         sharding: of the captured model: the task's own, or SimpleFSDP's, which leaves it to the passes to bring the
             gradients into eager's order.
         run: name of the run.
-        done: called after each step.
-        operators: likewise.
-
-    Raises:
-        ClusterError, TaskError: as :func:`train_eager`.
 
     Example:
         >>> import tempfile

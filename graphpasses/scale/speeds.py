@@ -77,10 +77,10 @@ class Speeds:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if isinstance(value, (int, float)) and not value > -(each.name in _MAY_BE_ZERO):
+            may_be_zero = each.name in _MAY_BE_ZERO
+            if isinstance(value, (int, float)) and not value > -may_be_zero:
                 raise TopologyError(
-                    f"{each.name} is {value}; it must be "
-                    + ("0 or above" if each.name in _MAY_BE_ZERO else "above 0")
+                    f"{each.name} is {value}; it must be {'0 or above' if may_be_zero else 'above 0'}"
                 )
         if not self.ranks or not self.algorithms:
             raise TopologyError(f"{'algorithms' if self.ranks else 'ranks'} is empty; name at least one")
@@ -130,12 +130,7 @@ def read_speeds(path: Path | str) -> Speeds:
     Example, such a file::
 
         ranks = [64, 1024]
-        inter_latency = 9.0        # microseconds, measured
-        inter_bandwidth = 42.0     # GB/s, measured
-
-        [hardware]
-        nccl_version = "2.28"
-        inter_bandwidth = 40.0     # GB/s of a search ring, from NCCL's log
+        inter_latency = 9.0  # microseconds, measured
     """
     try:
         data = tomllib.loads(Path(path).read_text())

@@ -126,11 +126,10 @@ def _nccl_seconds(transfer: Transfer, speeds: Speeds, local: int, num_nodes: int
     topology = Topology(
         local * num_nodes, gpus_per_node=local, algorithm="auto", protocol="auto", hardware=speeds.hardware
     )
-    is_all_reduce = transfer.collective == "all_reduce"
-    shards = 1 if is_all_reduce else topology.num_ranks
-    name = "all_reduce" if is_all_reduce else "reduce_scatter"
-    choice = choose(topology, name, transfer.num_bytes // shards, 1)
-    return 1e-6 * min(each[2] for each in choice.times)
+    name, shards = (
+        ("all_reduce", 1) if transfer.collective == "all_reduce" else ("reduce_scatter", topology.num_ranks)
+    )
+    return 1e-6 * min(each[2] for each in choose(topology, name, transfer.num_bytes // shards, 1).times)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,7 @@ from graphpasses.simulate.drift import find_drift as find_drift
 from graphpasses.simulate.environment import with_environment as with_environment
 from graphpasses.simulate.hardware import Hardware as Hardware
 from graphpasses.simulate.logs import topology_from_log as topology_from_log
-from graphpasses.simulate.prediction import OtherAlgorithm as OtherAlgorithm
 from graphpasses.simulate.prediction import Prediction as Prediction
-from graphpasses.simulate.prediction import Setting as Setting
 from graphpasses.simulate.prediction import other_algorithms as other_algorithms
 from graphpasses.simulate.prediction import predict as predict
 from graphpasses.simulate.prediction import sweep as sweep

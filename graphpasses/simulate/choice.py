@@ -155,7 +155,11 @@ def costs(
                 continue
             if bandwidth > 0:
                 found[algorithm, protocol] = latency, bandwidth
-    return found or _last_resort(topology, collective)
+    hardware = topology.hardware
+    if found or hardware.at_least(2, 24) or log is not None or hardware.algorithms in ("", "ring"):
+        return found
+    # Where NCCL_ALGO leaves nothing, NCCL 2.23 takes a ring, in a protocol that is allowed; later ones fail.
+    return costs(replace(topology, hardware=replace(hardware, algorithms="ring")), collective, "avg", 0)
 
 
 def time(
@@ -178,14 +182,6 @@ def time(
         if algorithm == "ring" and protocol == "simple" and topology.num_nodes > 1 and is_long:
             latency *= 1.9 if capability < 80 else 1.4
     return latency + num_bytes / (1000 * bandwidth)
-
-
-def _last_resort(topology: Topology, collective: str) -> dict[tuple[str, str], tuple[float, float]]:
-    """NCCL 2.23 takes a ring, in a protocol that is allowed, where NCCL_ALGO leaves nothing; later ones fail."""
-    hardware = topology.hardware
-    if hardware.at_least(2, 24) or hardware.log is not None or hardware.algorithms in ("", "ring"):
-        return {}
-    return costs(replace(topology, hardware=replace(hardware, algorithms="ring")), collective, "avg", 0)
 
 
 def _is_possible(topology: Topology, collective: str, algorithm: str, op: str, element_size: int) -> bool:
@@ -219,10 +215,10 @@ def _is_enabled(topology: Topology, collective: str, algorithm: str, protocol: s
     hardware = topology.hardware
     if algorithm in ("nvls", "nvls_tree", "pat") and protocol != "simple":
         return False
-    state = enabled(hardware, collective)[protocol]
-    if not enabled(hardware, collective)[algorithm]:
+    allowed = enabled(hardware, collective)
+    if not allowed[algorithm]:
         return False
-    if state is not None:
+    if (state := allowed[protocol]) is not None:
         return state
     if protocol != "ll128":
         return True
@@ -302,11 +298,10 @@ def _latency(topology: Topology, collective: str, algorithm: str, index: int) ->
         return base + intra + 2 * depth * inter
     num_steps = _num_steps(collective, num_ranks)
     if collective == "reduce":
-        place = link if num_nodes == 1 else "net"
         # Rings that differ do not pipeline; on one node the search repeats one ring.
         if num_nodes == 1:
-            return base + latencies[place]["ring"][index]
-        return base + num_steps * latencies[place]["tree" if is_simple else "ring"][index]
+            return base + latencies[link]["ring"][index]
+        return base + num_steps * latencies["net"]["tree" if is_simple else "ring"][index]
     if num_nodes > 1:
         overhead = 2.0 if hardware.get("cpu") == "amd" else 1.0
         intra = max(intra, overhead * (3 if is_simple else 1))

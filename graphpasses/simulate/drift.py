@@ -52,11 +52,9 @@ class Drift(BitsTable):
 
     @property
     def bits(self) -> list[Bits]:
-        """Of each gradient along each axis."""
         return [each.bits for each in self.replicas]
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Returns the table: a header, and a row for each gradient and axis."""
         head = ("gradient", "axis", "bits", "holders that may differ", "why")
         return [head, *((each.fqn, each.axis, each.bits, each.apart, each.reason) for each in self.replicas)]
 
@@ -73,10 +71,6 @@ class _Step:
     axes: frozenset[str]
     runs: Mapping[tuple[int, ...], Runs]  # of each group, in its own numbering; () where they are not known
     trouble: str  # why they are not known, or are a guess
-
-    @property
-    def is_scatter(self) -> bool:
-        return self.place.collective == "reduce_scatter"
 
 
 def find_drift(
@@ -103,19 +97,12 @@ def find_drift(
         LayoutError: a bucket's ranks are no line or plane of the mesh.
 
     Example:
-        >>> import torch
         >>> from graphpasses.fsdp import make_bucket_layout
-        >>> row, column = range(5), range(0, 40, 5)
-        >>> layout = Layout(tuple(
-        ...     make_bucket_layout("all_reduce", ranks, "sum", torch.bfloat16, [("norm", (64,), 0)])
-        ...     for ranks in (row, column)
-        ... ))
-        >>> jagged, even = Topology(40, gpus_per_node=8), Topology(40, gpus_per_node=5)
-        >>> for topology in (jagged, even):
-        ...     found = find_drift(layout, topology, {"outer": 8, "inner": 5})
-        ...     print([(each.axis, each.bits, each.apart) for each in found.replicas])
+        >>> row, column, norm = range(5), range(0, 40, 5), [("norm", (64,), 0)]
+        >>> buckets = (make_bucket_layout("all_reduce", each, "sum", torch.bfloat16, norm) for each in (row, column))
+        >>> found = find_drift(Layout(tuple(buckets)), Topology(40, gpus_per_node=8), {"outer": 8, "inner": 5})
+        >>> [(each.axis, each.bits, each.apart) for each in found.replicas]
         [('outer', 'same bits', ''), ('inner', 'may differ', '0|1|2|3|4 and 7 more')]
-        [('outer', 'same bits', ''), ('inner', 'same bits', '')]
 
     Source: see :mod:`graphpasses.simulate.nccl`.
     """
@@ -130,7 +117,8 @@ def find_drift(
     found: list[Replicas] = []
     for fqn, of_it in places.items():
         steps = [_step(place, topology, axes) for place in of_it]
-        apart = sharded.get(fqn, set()).union(*(step.axes for step in steps if step.is_scatter))
+        scattered = (step.axes for step in steps if step.place.collective == "reduce_scatter")
+        apart = sharded.get(fqn, set()).union(*scattered)
         found += _replicas(fqn, steps, axes, [axis for axis, size in axes.items() if size > 1 and axis not in apart])
     return Drift(tuple(found))
 
@@ -148,10 +136,10 @@ def _sharded_axes(model: nn.Module) -> dict[str, set[str]]:
 def _lines(axes: Mapping[str, int], along: frozenset[str]) -> tuple[tuple[int, ...], ...]:
     """Returns the ranks of the mesh that differ along some axes only, group by group."""
     mesh = torch.arange(math.prod(axes.values())).view(*axes.values())
-    dims = [dim for dim, name in enumerate(axes) if name in along]
-    others = [dim for dim in range(len(axes)) if dim not in dims]
-    size = math.prod(mesh.shape[dim] for dim in dims)
-    return tuple(map(tuple, mesh.permute(*others, *dims).reshape(-1, size).tolist()))
+    is_along = [name in along for name in axes]
+    size = math.prod(size for name, size in axes.items() if name in along)
+    dims = sorted(range(len(axes)), key=is_along.__getitem__)
+    return tuple(map(tuple, mesh.permute(dims).reshape(-1, size).tolist()))
 
 
 @lru_cache(maxsize=64)
@@ -159,10 +147,8 @@ def _groups(
     ranks: tuple[int, ...], topology: Topology, axes: tuple[tuple[str, int], ...]
 ) -> tuple[frozenset[str], dict[tuple[int, ...], Topology]]:
     """Returns the axes along which a group lies, and all groups that do, with their topologies; {} if it is none."""
-    places = [torch.unravel_index(torch.tensor(rank), tuple(size for _, size in axes)) for rank in ranks]
-    along = frozenset(
-        name for (name, _), at in zip(axes, zip(*places, strict=True), strict=True) if len({*map(int, at)}) > 1
-    )
+    places = torch.unravel_index(torch.tensor(ranks), tuple(size for _, size in axes))
+    along = frozenset(name for (name, _), at in zip(axes, places, strict=True) if len({*at.tolist()}) > 1)
     groups = _lines(dict(axes), along)
     return along, {group: topology.restrict(group) for group in groups} if ranks in groups else {}
 
@@ -219,15 +205,13 @@ def _sums(steps: Sequence[_Step], axes: Mapping[str, int]) -> tuple[list[_Orders
             orders = iter(flat)
             found.setdefault(flat, [tuple(itertools.islice(orders, size)) for size in sizes])
     kept = [orders for orders in found.values() if any(len(set(each)) > 1 for each in orders)]
-    sums = Sums()
-    numbers: dict[int, list[int]] = {rank: [] for rank in leaves}
+    sums, found_sums = Sums(), []
     for each in kept:
         values = leaves
         for step, of_groups in zip(steps, each, strict=True):
             values = dict(_reduced(step, of_groups, values, sums))
-        for rank in leaves:
-            numbers[rank].append(values[rank])
-    return kept, {rank: tuple(own) for rank, own in numbers.items()}
+        found_sums.append(values)
+    return kept, {rank: tuple(values[rank] for values in found_sums) for rank in leaves}
 
 
 def _reduced(
@@ -236,7 +220,7 @@ def _reduced(
     """Yields what each rank has after a step, given what each had before."""
     for group, order in zip(step.runs, orders, strict=True):
         held = [values[rank] for rank in group]
-        if step.is_scatter:  # on rings
+        if step.place.collective == "reduce_scatter":  # on rings
             for place, rank in enumerate(group):
                 yield rank, sums.number(ending_at(cast(Ring, order), place), step.place.op, held.__getitem__)
         else:

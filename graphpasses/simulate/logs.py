@@ -15,7 +15,6 @@ from graphpasses.simulate.tuning_log import learn, parse_tuning_log
 # "Channel 00/16 :    0   7   6 ..." but not "Channel 00/0 : 0[0] -> 1[1] via P2P".
 _CHANNEL_LINE = re.compile(r"Channel (\d+)/(\d+) *:((?: +\d+)+)[ \r]*$", re.MULTILINE)
 
-
 # "Trees [0] 1/8/-1->0->-1 [1] …" of one rank: per channel its children, itself, its parent.
 _TREES_LINE = re.compile(r"Trees((?: \[\d+\] -?\d+/-?\d+/-?\d+->\d+->-?\d+)+)")
 _TREE = re.compile(r"\[(\d+)\] (-?\d+)/(-?\d+)/(-?\d+)->(\d+)->(-?\d+)")
@@ -120,14 +119,12 @@ def topology_from_log(text: str, *, gpus_per_node: int, **options: Any) -> Topol
         protocols=settings.get("NCCL_PROTO", hardware.protocols),
     )
     groups: list[tuple[Ring, Topology]] = []
-    communicators = sorted(groups_of_log(text), key=lambda group: -len(group.ranks))
-    if communicators:
-        text = communicators[0].text
-    for group in communicators[1:]:
-        num_local = len(group.hosts) // len({*group.hosts})
-        num_local = num_local if fills_nodes(group.hosts, num_local) else 1
+    (_, _, text), *others = sorted(_groups_of_log(text), key=lambda group: -len(group[0])) or [((), (), text)]
+    for ranks, hosts, lines in others:
+        num_local = len(hosts) // len({*hosts})
+        num_local = num_local if fills_nodes(hosts, num_local) else 1
         try:
-            groups.append((group.ranks, _topology(group.text, num_local, hardware, options)))
+            groups.append((ranks, _topology(lines, num_local, hardware, options)))
         except TopologyError:  # of several communicators that differ, or without rings: it is not known
             continue
     return replace(_topology(text, gpus_per_node, hardware, options), groups=tuple(groups))
@@ -158,22 +155,14 @@ class _Communicator:
     lines: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Group:
-    """Ranks that have a communicator of their own."""
+def _groups_of_log(text: str) -> list[tuple[Ring, tuple[str, ...], str]]:
+    """Returns the ranks of each communicator of a log, in its order, their hosts, and its lines.
 
-    ranks: tuple[int, ...]  # of the run, in the communicator's order
-    hosts: tuple[str, ...]  # of each of them
-    text: str  # the communicator's lines; of several communicators, if the same ranks have them
-
-
-def groups_of_log(text: str) -> tuple[Group, ...]:
-    """Returns the groups of ranks of a log; () if it does not say whose its lines are, or all are one group's.
-
-    A communicator's are the lines between the start and the end of its initialization, in the same thread, and what
-    was taken for a collective of it, where lines of ``NCCL_DEBUG_SUBSYS=COLL`` say of which; without them, where the
-    process is in one group alone. Communicators of which ranks did not log are left out. Source: NCCL ``src/init.cc``
-    (``ncclCommInitRankFunc``), ``src/enqueue.cc`` (``ncclEnqueueCheck``).
+    None if the log does not say whose its lines are, or all are one group's. A communicator's are the lines between
+    the start and the end of its initialization, in the same thread, and what was taken for a collective of it, where
+    lines of ``NCCL_DEBUG_SUBSYS=COLL`` say of which; without them, where the process is in one group alone. Those of
+    which ranks did not log are left out. Source: NCCL ``src/init.cc`` (``ncclCommInitRankFunc``),
+    ``src/enqueue.cc`` (``ncclEnqueueCheck``).
     """
     communicators, choices = _read(text)
     complete = [each for each in communicators if len(each.members) == each.num_ranks]
@@ -181,15 +170,15 @@ def groups_of_log(text: str) -> tuple[Group, ...]:
     for each in complete:
         found[tuple(each.members[rank] for rank in range(each.num_ranks))] += each.lines
     if len(found) < 2:
-        return ()
+        return []
     rank_of = _ranks_of(complete, {process for each in communicators for process in each.members.values()})
     for process, lines in choices.items():
         if len(its := [group for group in found if process in group]) == 1:
             found[its[0]] += lines
-    return tuple(
-        Group(tuple(rank_of[each] for each in group), tuple(host for host, _ in group), "\n".join(lines))
+    return [
+        (tuple(rank_of[each] for each in group), tuple(host for host, _ in group), "\n".join(lines))
         for group, lines in found.items()
-    )
+    ]
 
 
 def _ranks_of(communicators: list[_Communicator], processes: set[_Process]) -> dict[_Process, int]:

@@ -9,6 +9,7 @@ several collectives in one ``ncclGroup``, which share the channels out among the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -90,10 +91,8 @@ def channel_parts(
         num_middle, high = num_middle - 1, per_part
     sizes = [low, *[per_part] * num_middle, *[high] * (high > 0)]
 
-    elements_per_cell = cell // element_size
-    stops = [sum(sizes[: index + 1]) * elements_per_cell for index in range(len(sizes))]
-    stops[-1] = count
-    return tuple(range(start, stop) for start, stop in zip([0, *stops], stops, strict=False))
+    stops = (num * (cell // element_size) for num in itertools.accumulate(sizes[:-1]))
+    return tuple(itertools.starmap(range, itertools.pairwise([0, *stops, count])))
 
 
 @lru_cache(maxsize=256)
@@ -115,15 +114,12 @@ def reduction_parts(
     topology = played(topology, collective, count, element_size, op)
     channels = channel_parts(topology, collective, count, element_size)
     if topology.algorithm == "tree":
-        channel_trees = trees(topology)
         return tuple(
-            ReductionPart(part.start, part.stop, channel, tree_order(channel_trees[channel]))
-            for channel, part in enumerate(channels)
+            ReductionPart(part.start, part.stop, channel, tree_order(tree))
+            for channel, (part, tree) in enumerate(zip(channels, trees(topology), strict=False))
         )
-    channel_rings = rings(topology)
     parts = []
-    for channel, part in enumerate(channels):
-        ring = channel_rings[channel]
+    for channel, (part, ring) in enumerate(zip(channels, rings(topology), strict=False)):
         if collective == "all_reduce":
             first = ring.index(0)
             for start, stop, position in _chunks(topology, part, element_size):

@@ -59,18 +59,18 @@ def place_choice(place: Place, group: Topology) -> Choice:
 
 
 def place_channels(place: Place, group: Topology) -> int:
-    return len({part.channel for part in _parts(place, group)})
+    return len({part.channel for part in place_parts(place, group)})
 
 
 def place_runs(place: Place, group: Topology) -> Runs:
     """Returns the runs of a gradient's elements, counted from its first, on a group's first rank."""
     first, last = place.offset // place.itemsize, place.padded_numel
-    parts = _parts(place, group)
-    runs = ((part.start - first, part.stop - first, part.order) for part in parts)
+    runs = ((part.start - first, part.stop - first, part.order) for part in place_parts(place, group))
     return [(max(start, 0), min(stop, last), order) for start, stop, order in runs if start < last and stop > 0]
 
 
-def _parts(place: Place, group: Topology) -> tuple[ReductionPart, ...]:
+def place_parts(place: Place, group: Topology) -> tuple[ReductionPart, ...]:
+    """Returns the order in which each element of a gradient's whole bucket is added, on a group's first rank."""
     return reduction_parts(group, place.collective, place.num_elements, place.itemsize, op=place.op)
 
 

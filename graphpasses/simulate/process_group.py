@@ -195,7 +195,6 @@ dist.Backend.register_backend("nccl_sim", NCCLSimProcessGroup, extended_api=True
 # ---- ranks that are threads ----------------------------------------------------------------------------------
 
 BACKEND = "nccl_threads"
-_ONLY_COLLECTIVES = "ranks of a simulated cluster meet in collectives only; send and recv are not played"
 
 
 class ThreadProcessGroup(RingProcessGroup):
@@ -212,7 +211,6 @@ class ThreadProcessGroup(RingProcessGroup):
         self.topology = own or self._scheduler.topology.restrict(self._ranks)
 
     def exchange(self, collective: str, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
-
         def deliver(calls: Sequence[Call]) -> None:
             for rank, call in enumerate(calls):
                 for source, target in call.data[1].items():
@@ -240,11 +238,10 @@ class ThreadProcessGroup(RingProcessGroup):
     def _meet(self, call: Call, perform: Callable[[Sequence[Call]], None]) -> None:
         self._scheduler.meet(self._key, self._ranks, self._ranks[self.rank()], call, perform)
 
-    def send(self, tensors: list[Tensor], dst_rank: int, tag: int) -> dist.Work:
-        raise ClusterError(_ONLY_COLLECTIVES)
+    def send(self, *_: Any) -> dist.Work:
+        raise ClusterError("ranks of a simulated cluster meet in collectives only; send and recv are not played")
 
-    def recv(self, tensors: list[Tensor], src_rank: int, tag: int) -> dist.Work:
-        raise ClusterError(_ONLY_COLLECTIVES)
+    recv = send  # type: ignore[assignment]
 
 
 dist.Backend.register_backend(BACKEND, ThreadProcessGroup, extended_api=True, devices=["cpu"])

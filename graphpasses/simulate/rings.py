@@ -71,9 +71,10 @@ class Topology:
     groups: tuple[tuple[tuple[int, ...], Topology], ...] = ()
 
     def __post_init__(self) -> None:
-        _check_choice("mode", self.mode, get_args(Mode))
-        _check_choice("protocol", self.protocol, get_args(Protocol))
-        _check_choice("algorithm", self.algorithm, get_args(Algorithm))
+        for name, choices in (("mode", Mode), ("protocol", Protocol), ("algorithm", Algorithm)):
+            if (value := getattr(self, name)) not in get_args(choices):
+                quoted = ", ".join(f'"{choice}"' for choice in get_args(choices))
+                raise TopologyError(f'{name} is "{value}"; it must be one of {quoted}')
         for name in ("num_ranks", "gpus_per_node", "num_channels", "num_search_rings", "min_channel_traffic"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -94,7 +95,6 @@ class Topology:
                 raise TopologyError(
                     f"explicit ring {index} is {list(ring)}, not a permutation of the ranks 0 to {self.num_ranks - 1}"
                 )
-
         for ranks, group in self.groups:
             if len(ranks) != group.num_ranks:
                 raise TopologyError(f"the group {list(ranks)} has a topology of {group.num_ranks} ranks")
@@ -250,9 +250,3 @@ def fills_nodes(nodes: Sequence[object], num_local: int) -> bool:
     """Whether the ranks, of each its node, come node by node, ``num_local`` of each."""
     starts = nodes[::num_local]
     return len(set(starts)) == len(starts) and list(nodes) == [node for node in starts for _ in range(num_local)]
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        quoted = ", ".join(f'"{choice}"' for choice in choices)
-        raise TopologyError(f'{name} is "{value}"; it must be one of {quoted}')

@@ -10,7 +10,7 @@ import threading
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -51,14 +51,6 @@ class Call:
         return f"{self.name} {self.detail}".rstrip()
 
 
-@dataclass
-class _Meeting:
-    """A collective that not every rank of its group has reached."""
-
-    ranks: tuple[int, ...]
-    calls: dict[int, Call] = field(default_factory=dict)
-
-
 class RankScheduler:
     """Lets one rank run at a time, and brings those of a group together."""
 
@@ -66,7 +58,8 @@ class RankScheduler:
         self.topology = topology
         self._turns = [threading.Semaphore(0) for _ in range(topology.num_ranks)]
         self._ready = deque(range(topology.num_ranks))
-        self._meetings: dict[object, _Meeting] = {}
+        # Collectives that not every rank has reached: the ranks of the group, and the calls of those that have.
+        self._meetings: dict[object, tuple[tuple[int, ...], dict[int, Call]]] = {}
         self._failure: ClusterError | None = None
 
     def run(self, play: Callable[[int], T]) -> list[T]:
@@ -122,23 +115,23 @@ class RankScheduler:
     ) -> None:
         """Waits until every rank of a group has called; the last to come performs for all, with the calls by rank."""
         self._go_on()
-        meeting = self._meetings.setdefault(key, _Meeting(ranks))
-        meeting.calls[rank] = call
-        if len(meeting.calls) < len(ranks):
+        _, calls = self._meetings.setdefault(key, (ranks, {}))
+        calls[rank] = call
+        if len(calls) < len(ranks):
             random = torch.get_rng_state()
             self._hand_over()
             self._turns[rank].acquire()
             self._go_on()
             torch.set_rng_state(random)
             return
-        calls = dict(meeting.calls)
-        del meeting.calls[rank]  # it need not be woken if this fails
-        if len({str(each) for each in calls.values()}) > 1:
-            issued = _by_text({rank: str(call) for rank, call in calls.items()})
-            issued += f" (group of {_ranks(meeting.ranks)})"
-            self._fail(ClusterError(f"ranks issue different collectives: {issued}"))
+        issued = {each: str(call) for each, call in calls.items()}
+        in_order = [calls[each] for each in ranks]
+        del calls[rank]  # it need not be woken if this fails
+        if len(set(issued.values())) > 1:
+            what = f"{_by_text(issued)} (group of {_ranks(ranks)})"
+            self._fail(ClusterError(f"ranks issue different collectives: {what}"))
             raise _StoppedError
-        perform([calls[each] for each in ranks])
+        perform(in_order)
         del self._meetings[key]
         self._ready.extend(each for each in ranks if each != rank)
 
@@ -156,16 +149,14 @@ class RankScheduler:
     def _fail(self, failure: ClusterError) -> None:
         """Wakes every rank that waits, to end."""
         self._failure = self._failure or failure
-        self._ready.extend(rank for meeting in self._meetings.values() for rank in meeting.calls)
+        self._ready.extend(rank for _, calls in self._meetings.values() for rank in calls)
         self._meetings.clear()
 
     def _waiting(self) -> str:
-        waiting: dict[int, str] = {}
-        for meeting in self._meetings.values():
-            for rank, call in meeting.calls.items():
-                waiting[rank] = f"in {call} of the group of {_ranks(meeting.ranks)}"
-        for rank in range(self.topology.num_ranks):
-            waiting.setdefault(rank, "not waiting: it has ended")
+        waiting = dict.fromkeys(range(self.topology.num_ranks), "not waiting: it has ended")
+        for ranks, calls in self._meetings.values():
+            for rank, call in calls.items():
+                waiting[rank] = f"in {call} of the group of {_ranks(ranks)}"
         return _by_text(waiting)
 
 

@@ -93,12 +93,10 @@ class TopologyDiff(BitsTable):
 
     @property
     def bits(self) -> list[Bits]:
-        """Of each gradient."""
         return [each.bits for each in self.gradients]
 
     @property
     def remedy(self) -> str:
-        """Which order of ranks restores the bits, or why none does; "" where none is needed."""
         if self.rank_order is None:
             return self.reason
         return (
@@ -108,7 +106,6 @@ class TopologyDiff(BitsTable):
         )
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Returns the table: a header, and a row for each gradient."""
         rows: list[tuple[str, ...]] = [("gradient", "bits", "elements", "of", "why")]
         for each in self.gradients:
             num = "?" if each.bits == "unknown" else f"{each.num_elements:,}"
@@ -134,7 +131,6 @@ def diff_topologies(layout: Layout, a: Topology, b: Topology) -> TopologyDiff:
         TopologyError: the clusters have other numbers of ranks, or a bucket has ranks that they have not.
 
     Example:
-        >>> import torch
         >>> from graphpasses.fsdp import make_bucket_layout
         >>> parameters = [("a", (9000,), 0), ("b", (60000,), 0)]
         >>> layout = Layout((make_bucket_layout("reduce_scatter", range(4), "sum", torch.bfloat16, parameters),))
@@ -243,19 +239,16 @@ def _find_rank_order(places: Sequence[Place], a: Topology, b: Topology) -> tuple
         return off_node, len(changed), names
 
     farthest = 0
-    is_cut = len(orders) > _MAX_ORDERS
-    found_none = (
-        "no order of ranks was found, and not all were tried" if is_cut else "no order of ranks restores them"
-    )
     for names in sorted(orders[:_MAX_ORDERS], key=moves):
         renamed = _renamed(b, names)
         failed = (i for i, each in enumerate(places) if next(_differences(each, a, renamed), None))
         if (index := next(failed, None)) is None:
             return tuple(names.index(rank) for rank in ranks), ""
         farthest = max(farthest, index)
+    why = "was found, and not all were tried" if len(orders) > _MAX_ORDERS else "restores them"
     return None, (
-        f"{found_none}: none of the {min(len(orders), _MAX_ORDERS):,} that restore the first elements of bucket "
-        f"{place.bucket} restores all of bucket {places[farthest].bucket}"
+        f"no order of ranks {why}: none of the {min(len(orders), _MAX_ORDERS):,} that restore the first elements of "
+        f"bucket {place.bucket} restores all of bucket {places[farthest].bucket}"
     )
 
 
@@ -265,11 +258,11 @@ def _renamed(topology: Topology, names: Ring) -> Topology:
         found = trees(topology)
     except UnsupportedError:  # then no sum was on trees
         found = ()
-    children = [{names[rank]: tuple(names[c] for c in each) for rank, each in enumerate(tree)} for tree in found]
+    old = sorted(range(topology.num_ranks), key=names.__getitem__)
     return replace(
         topology,
         mode="explicit",
         explicit_rings=tuple(tuple(names[rank] for rank in ring) for ring in rings(topology)),
         num_search_rings=None,
-        explicit_trees=tuple(tuple(tree[rank] for rank in range(len(tree))) for tree in children),
+        explicit_trees=tuple(tuple(tuple(names[child] for child in tree[rank]) for rank in old) for tree in found),
     )

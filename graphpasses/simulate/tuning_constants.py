@@ -72,11 +72,7 @@ _PER_CHANNEL = {
 }
 # Blackwell's row up to the version, which is not included; the first that fits.
 _OLDER_BLACKWELL: dict[str, tuple[tuple[tuple[int, ...], tuple[float, float, float]], ...]] = {
-    "ring_ll128": (
-        ((2, 28, 7), (73.4, 73.4, 73.4)),
-        ((2, 29), (73.4, 34.6, 73.4)),
-        ((2, 29, 7), (34.5, 34.6, 34.5)),
-    ),
+    "ring_ll128": (((2, 28, 7), (73.4, 73.4, 73.4)), ((2, 29), (73.4, 34.6, 73.4)), ((2, 29, 7), (34.5, 34.6, 34.5))),
     "tree_ll128": (((2, 28), (73.4, 73.4, 58.0)),),
     "tree": (((2, 28), (77.4, 82.8, 72.0)),),
     "nvls_tree": (((2, 28, 9), (0.0, 96.0, 43.1)), ((2, 30), (0.0, 96.0, 43.8))),
