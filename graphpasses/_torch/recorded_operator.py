@@ -1,4 +1,4 @@
-"""One call of an operator, as every record of operators has it. Imports no torch."""
+"""One call of an operator, as every record of operators has it."""
 
 from __future__ import annotations
 
