@@ -26,6 +26,7 @@ from graphpasses._torch import pytree
 from graphpasses._torch.fake_mode import fake_mode_of
 from graphpasses._torch.schemas import bound_arguments, writes_arguments
 from graphpasses._torch.symbols import guessed_sizes
+from graphpasses._torch.written_inputs import keep_reads_of_written
 
 Rewrite = Callable[[fx.GraphModule], None]
 Compiled = Callable[..., Any]
@@ -153,6 +154,7 @@ def compile_aot_eager(
 
     def partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         stages.joint(gm)
+        keep_reads_of_written(gm)
         with functorch_config.patch(cse=False), guessed_sizes(joint_inputs):
             return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
@@ -241,6 +243,7 @@ def compile_inductor(
     def rewrite_joint(gm: fx.GraphModule) -> None:
         stages.joint(gm)
         decompose(gm)
+        keep_reads_of_written(gm)
 
     def rewrite_half(gm: fx.GraphModule) -> None:
         stable_topological_sort(gm.graph)  # Inductor does so later
