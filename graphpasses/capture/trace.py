@@ -73,7 +73,7 @@ def trace_step(
     leaves in modules. It records the operators that are called if ``is_recorded``; ``varying`` are the dims of the
     batch whose sizes may vary.
     """
-    identity = IdentityMap.of(model)
+    identity, keeps_casts = IdentityMap.of(model), torch.is_autocast_cache_enabled()
     state = dict(named_state(model))
     own = {fqn: vars(tensor) for fqn, tensor in state.items()}
     held: set[str] = set()
@@ -110,7 +110,7 @@ def trace_step(
             held_traced(state, dict(named_state(model)), held),
         ):
             with (
-                _autocast_cached(model),
+                _autocast_cached(model, keeps_casts=keeps_casts),
                 other_models_refused(model),
                 compiled_calls_raise(),
                 _module_names_traced(model),
@@ -270,8 +270,8 @@ def _module_names_traced(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _autocast_cached(model: nn.Module) -> Iterator[None]:
-    """Lets autocast keep its casts of weights, as it does in eager, and refuses it where a trace would not follow."""
+def _autocast_cached(model: nn.Module, *, keeps_casts: bool) -> Iterator[None]:
+    """Lets autocast keep its casts of weights, if it does in eager, and refuses it where a trace would not follow."""
     devices = {parameter.device.type for parameter in model.parameters() if parameter.requires_grad}
     why = ""
     if any(map(torch.is_autocast_enabled, devices)):
@@ -293,7 +293,7 @@ def _autocast_cached(model: nn.Module) -> Iterator[None]:
 
     # The tracer turns the cache off.
     cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(True)
+    torch.set_autocast_cache_enabled(keeps_casts)
     handle = register_module_forward_hook(check) if why else None
     try:
         yield

@@ -93,10 +93,11 @@ class Snapshot:
         structure = self.structure.for_model(model)
         others = dict(zip(map(id, self.structure.modules), structure.modules, strict=True))
         known: dict[int, Owner] = {}
+        pairs = {(module, id(other)): other for module, other in others.items()}
         for owner in self.attributes:
             if id(owner.value) in others:
                 other = others[id(owner.value)]
-                _refuse([owner], now=other, alike=True)
+                _refuse([owner], now=other, alike=pairs)
                 owner.of(other, known)
         return Snapshot(structure, settings_of(model), tuple(known.values()), self.names, self.tensors)
 
@@ -116,6 +117,8 @@ def settings_of(model: nn.Module) -> tuple[Owner, ...]:
         "torch.get_default_device()": torch.get_default_device,
         "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled,
         f"autocast on {device!r}": partial(_autocast, device),
+        f"torch.get_autocast_dtype({device!r})": partial(_autocast_dtype, device),
+        "torch.is_autocast_cache_enabled()": torch.is_autocast_cache_enabled,
         **{f"torch.backends.cuda.{name}()": getattr(cuda, name) for name in _ATTENTION},
         "torch.backends.cudnn.enabled": lambda: cudnn.enabled,
         "torch.backends.mkldnn.enabled": lambda: mkldnn.enabled,
@@ -149,8 +152,13 @@ def _tensor_owner(tensor: torch.Tensor) -> Owner:
 
 
 def _autocast(device: str) -> torch.dtype | None:
-    has_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if has_autocast else None
+    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return _autocast_dtype(device) if is_on else None
+
+
+def _autocast_dtype(device: str) -> torch.dtype | None:
+    """Returns the dtype that ``torch.autocast(device)`` takes where it is given none."""
+    return torch.get_autocast_dtype(device) if torch.amp.is_autocast_available(device) else None
 
 
 def check_unsharded(groups: Sequence[Any]) -> None:

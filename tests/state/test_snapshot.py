@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -54,6 +55,18 @@ def changed(change: Callable[[Any], object], before: Any, after: Any) -> Iterato
             "torch.are_deterministic_algorithms_enabled()",
             "False",
             "True",
+        ),
+        (
+            lambda: changed(partial(torch.set_autocast_dtype, "cpu"), torch.bfloat16, torch.float16),
+            "torch.get_autocast_dtype('cpu')",
+            "torch.bfloat16",
+            "torch.float16",
+        ),
+        (
+            lambda: changed(torch.set_autocast_cache_enabled, True, False),
+            "torch.is_autocast_cache_enabled()",
+            "True",
+            "False",
         ),
         (lambda: torch.device("meta"), "torch.get_default_device()", "cpu", "meta"),
         (
