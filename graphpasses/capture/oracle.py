@@ -134,7 +134,8 @@ def _seeds_refused(step: CapturedStep, record: OperatorCalls) -> Iterator[_State
     Yields the states that the block draws from: others than when the step was captured.
     """
     values = (getattr(step.module, str(n.target)) for n in step.graph.find_nodes(op="get_attr"))
-    states = [(each, each.get_state()) for each in values if isinstance(each, torch.Generator)]
+    generators = dict.fromkeys(each for each in values if isinstance(each, torch.Generator))
+    states = [(each, each.get_state()) for each in generators]
     others = [(each, each.manual_seed(each.initial_seed() + 1).get_state()) for each, _ in states]
     try:
         yield others

@@ -13,7 +13,7 @@ from torch.backends import cuda, cudnn, mkldnn
 
 from graphpasses._torch.fsdp2 import SETTINGS, find_outdated, fsdp_groups, group_name, group_setting
 from graphpasses._torch.module_hooks import global_hook_ids
-from graphpasses._torch.surroundings import function_modes, saved_tensor_hooks
+from graphpasses._torch.surroundings import function_modes, keeps_parametrized, saved_tensor_hooks
 from graphpasses.errors import CaptureError
 from graphpasses.identity import named_state
 from graphpasses.state.hyperparameters import TensorFacts
@@ -125,6 +125,7 @@ def settings_of(model: nn.Module) -> tuple[Owner, ...]:
         "torch.is_anomaly_enabled()": torch.is_anomaly_enabled,
         "the TorchFunctionModes that are on": function_modes,
         "torch.autograd.graph.saved_tensors_hooks": saved_tensor_hooks,
+        "torch.nn.utils.parametrize.cached()": keeps_parametrized,
         "the hooks of all modules (register_module_forward_hook and others)": global_hook_ids,
         **{
             f"{name} of FSDP2 group {group_name(group)!r}": partial(group_setting, group, name)

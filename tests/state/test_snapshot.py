@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from graphpasses.capture import capture_train_step
@@ -92,6 +93,12 @@ def changed(change: Callable[[Any], object], before: Any, after: Any) -> Iterato
             "'torch.autograd.graph.saved_tensors_hooks'",
             "()",
             "a tuple of 2",
+        ),
+        (
+            parametrize.cached,
+            "torch.nn.utils.parametrize.cached()",
+            "False",
+            "True",
         ),
         (
             Watching,
