@@ -95,7 +95,8 @@ def trace_step(
                     setattr(tensor, name, value)
         mark_parameters(model)
         left_tensors = LeftTensors(model)
-        records.append(record := record_calls(model, identity, args, only_undo=not is_recorded))
+        given = [args[index] for index in structure.same or range(len(args))]
+        records.append(record := record_calls(model, identity, given, only_undo=not is_recorded))
         with (
             caches_emptied_on_error(),
             refusals.other_threads_refused(),
@@ -118,7 +119,7 @@ def trace_step(
                 reads.running(),
                 record,
             ):
-                batch = structure.build(args)
+                batch = structure.build(given)
                 containers = structure.containers(batch)[1:]
                 loss = loss_fn(first_model(model), *batch)
             taken[:] = [keys for container in containers for keys in container.taken()]

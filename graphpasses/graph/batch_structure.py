@@ -82,6 +82,8 @@ class BatchStructure:
     library: Containers = AS_PYTREE_SAYS  # whose container it is
     # Of a whole batch, by which keys the items are reached that loss_fn takes out of mappings, as `pop` does.
     taken: tuple[tuple[Any, ...], ...] = ()
+    # Of a whole batch, which leaves are one tensor, by which code may decide (`k is v`); () where it does not count.
+    same: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, value: Any, *libraries: Containers, path: str = "batch") -> BatchStructure:
@@ -138,6 +140,15 @@ class BatchStructure:
         _check_attributes(self, value, items)
         parts = (child.leaves(items[key]) for key, child in zip(self.keys, self.children, strict=True))
         return [leaf for part in parts for leaf in part]
+
+    def sameness_difference(self, same: tuple[int, ...]) -> str | None:
+        """Says which leaves are one tensor in another batch alone, or were in the captured one alone."""
+        for index, (was, now) in enumerate(zip(self.same, same, strict=False)):
+            if was != now:
+                are = "are one tensor, and were two" if was == index else "were one tensor"
+                other = self.paths[now if was == index else was]
+                return f"{other} and {self.paths[index]} {are} when the step was captured"
+        return None
 
     def build(self, leaves: Iterable[Any]) -> Any:
         if self.kind is None:

@@ -155,6 +155,27 @@ def test_one_tensor_given_twice_at_the_capture() -> None:
     assert_as_eager(step, {"x": X, "labels": Y[:1].expand(2, 4).contiguous()}, loss_fn)
 
 
+def attend(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Computes one product where all three are one tensor, as attention does, and three where they are not."""
+    x, y = batch["x"], batch["y"]
+    return model(x).square().mean() if y is x else (model(x) * model(y)).mean()
+
+
+def test_whether_two_leaves_are_one_tensor_decides() -> None:
+    for first in (X, Y):
+        step = captured({"x": X, "y": first}, attend)
+        for y, num_captures in ((first, 1), (X if first is Y else Y, 2), (first, 2)):
+            assert_as_eager(step, {"x": X, "y": y}, attend)
+            assert len(step.captures) == num_captures
+    step = capture_train_step(attend, nn.Linear(4, 2), {"x": X, "y": Y}, recapture=False)
+    with pytest.raises(CaptureError) as caught:
+        step({"x": X, "y": X})
+    assert str(caught.value) == (
+        "batch[0]['x'] and batch[0]['y'] are one tensor, and were two when the step was captured. Capture it with "
+        "recapture=True, or capture a step for each of these cases"
+    )
+
+
 def nested(x: torch.Tensor) -> dict[str, Any]:
     return {"a": [{"x": x, "y": 2.0}], "b": collections.OrderedDict(x=x * 2)}
 
