@@ -7,8 +7,6 @@ Inductor: other gradients, without a word).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, fx
 from torch._functorch._aot_autograd import descriptors
@@ -21,25 +19,41 @@ from graphpasses._torch import pytree
 def keep_reads_of_written(module: fx.GraphModule) -> None:
     """Marks in a joint graph, which is to be split, what forward computes of inputs that it writes."""
     pending = [*_written(module.graph)]
-    seen = set(pending)
+    seen = {*pending}
     while pending:
         node = pending.pop()
         for user in node.users.keys() - seen:
             if user.op == "call_function" and _memory(user) & _memory(node):  # a view, of what will be written
                 seen.add(user)
                 pending.append(user)
-            else:
-                user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            else:  # what is checkpointed eager, too, computes again, of what was written
+                user.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
 
 
-def _written(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Yields the placeholders that a joint graph writes, or for which it returns what is to be written."""
-    described = graph.output_node().meta.get("desc") or ()
-    changed = [each.mutated_input for each in described if isinstance(each, descriptors.InputMutationAOTOutput)]
+def written_by_checkpointed(module: fx.GraphModule) -> list[fx.Node]:
+    """Returns the placeholders of a joint graph that a checkpointed function writes, in eager again in backward."""
+    return [node for node, value in _written(module.graph).items() if _is_checkpointed(value)]
+
+
+def _is_checkpointed(value: fx.Node) -> bool:
+    policies = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
+    return any(node.meta.get("recompute") in policies for node in (value, *value.all_input_nodes))
+
+
+def _written(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Returns the placeholders that a joint graph writes, or that its caller does, each with what is written."""
+    output = graph.output_node()
+    described = zip(output.args[0], output.meta.get("desc") or (), strict=False)  # type: ignore[arg-type]
+    changed = {
+        desc.mutated_input: value for value, desc in described if isinstance(desc, descriptors.InputMutationAOTOutput)
+    }
+    written = {}
     for node in graph.find_nodes(op="placeholder"):
-        copies = (user for user in node.users if user.target is torch.ops.aten.copy_.default)
-        if node.meta.get("desc") in changed or any(copy.args[0] is node for copy in copies):
-            yield node
+        copies = [user for user in node.users if user.target is torch.ops.aten.copy_.default and user.args[0] is node]
+        value = copies[-1].args[1] if copies else changed.get(node.meta.get("desc"))
+        if isinstance(value, fx.Node):
+            written[node] = value
+    return written
 
 
 def _memory(node: fx.Node) -> set[StorageWeakRef]:
