@@ -145,6 +145,39 @@ def test_what_a_tokenizer_keeps_beside_its_encodings() -> None:
     assert_as_eager(captured(batch), batch)
 
 
+class Masked(dict[str, Any]):
+    _scale = 1.0
+
+
+@dataclasses.dataclass
+class Halved:
+    x: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self._scale = 0.5
+
+
+@pytest.mark.parametrize("make", [lambda x: Masked(x=x), Halved])
+def test_private_attributes(make: Callable[[torch.Tensor], Any]) -> None:
+    """Once, a step took what the class has for what the batch has."""
+
+    def scaled(model: nn.Module, batch: Any) -> torch.Tensor:
+        x = batch["x"] if isinstance(batch, dict) else batch.x
+        return model(x * batch._scale).sum()
+
+    batches = [make(X), make(X)]
+    for batch in batches:
+        batch._scale = 3.0
+    step = captured(batches[0], scaled)
+    assert_as_eager(step, batches[1], scaled)
+    batches[1]._scale = 2.0
+    with pytest.raises(BatchMismatchError) as caught:
+        step(batches[1])
+    assert str(caught.value) == (
+        "batch[0]._scale was 3.0 in the captured batch, and is 2.0; capture a step for this structure"
+    )
+
+
 def test_one_tensor_given_twice_at_the_capture() -> None:
     """As labels often are the inputs; later they are not."""
 
