@@ -214,9 +214,9 @@ class BatchStructure:
         if self.spec is not None:
             fields = self.library.fields_of(self.kind) or items
             return pytree.tree_unflatten([items.get(field) for field in fields], self.spec)
-        is_mapping = issubclass(self.kind, Mapping)
-        # The __init__ of others may compute.
-        made: Any = self.kind(items) if is_mapping else self.kind.__new__(self.kind)  # type: ignore[call-arg]
+        kind: Any = self.kind
+        is_mapping = issubclass(kind, Mapping)
+        made = kind(items) if is_mapping else kind.__new__(kind)  # the __init__ of others may compute
         for name, item in (self.own if is_mapping else {**items, **self.own}).items():
             object.__setattr__(made, name, item)
         return made
