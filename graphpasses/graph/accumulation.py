@@ -151,6 +151,14 @@ class CutSteps(Generic[S]):
     def find_waiting(self) -> tuple[Waiting, dict[str, torch.Tensor]]:
         """Returns what waits in a call now, and the gradients that have waited, by place; the same on all ranks."""
         pending = self.accumulators.pending()
+        first: dict[int, str] = {}
+        for place, gradient in pending.items():
+            if gradient.numel() and (other := first.setdefault(gradient.data_ptr(), place)) != place:
+                raise CaptureError(
+                    f"the gradients of {other!r} and {place!r}, which wait in FSDP2 to be reduced, are views of one "
+                    "tensor, and eager adds to both what it adds to either. Reduce the gradients of each microbatch, "
+                    "or write (a + b)[None] for a[None] + b[None]"
+                )
         waiting = Waiting(
             tuple(sorted(self._places & self.accumulators.kept)),
             tuple((place, gradient.dtype) for place, gradient in pending.items()),
