@@ -41,17 +41,22 @@ def _is_checkpointed(value: fx.Node) -> bool:
 
 
 def _written(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Returns the placeholders that a joint graph writes, or that its caller does, each with what is written."""
+    """Returns the placeholders that forward writes, or its caller for it, each with what is written."""
     output = graph.output_node()
     described = zip(output.args[0], output.meta.get("desc") or (), strict=False)  # type: ignore[arg-type]
     changed = {
         desc.mutated_input: value for value, desc in described if isinstance(desc, descriptors.InputMutationAOTOutput)
     }
+    backward: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_tangent = isinstance(node.meta.get("desc"), descriptors.TangentAOTInput)
+        if (node.op == "placeholder" and is_tangent) or not backward.isdisjoint(node.all_input_nodes):
+            backward.add(node)
     written = {}
     for node in graph.find_nodes(op="placeholder"):
         copies = [user for user in node.users if user.target is torch.ops.aten.copy_.default and user.args[0] is node]
         value = copies[-1].args[1] if copies else changed.get(node.meta.get("desc"))
-        if isinstance(value, fx.Node):
+        if isinstance(value, fx.Node) and value not in backward:
             written[node] = value
     return written
 
