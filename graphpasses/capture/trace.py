@@ -146,6 +146,7 @@ def trace_step(
                 else:
                     found = torch.autograd.grad(loss, parameters, allow_unused=True)
                     gradients = dict(zip(parameters, found, strict=True))
+                    _refuse_inner_backward(named, gradients_before)
         marked = marks.of(named, reductions.unreduced, reductions.late, reductions.partly_reduced)
         left = left_tensors.find(reads.has_read)
         left_in[:] = left
@@ -210,6 +211,17 @@ _CALLED_BACKWARD = (
     "loss_fn called backward itself; return the loss and let the capture differentiate it (a loss that runs "
     "backward chunk by chunk cannot be captured: sum the chunks' losses)"
 )
+
+
+def _refuse_inner_backward(named: Mapping[str, torch.Tensor], before: Sequence[torch.Tensor | None]) -> None:
+    """Raises if a backward of the user's has filled gradients itself, as those of reversible networks do."""
+    for (fqn, parameter), gradient in zip(named.items(), before, strict=True):
+        if parameter.grad is not gradient:
+            raise CaptureError(
+                f"a backward of loss_fn calls backward itself, which fills the gradient of {fqn!r}, and a captured "
+                "step takes those that autograd returns. Call torch.autograd.grad there, give the function the "
+                "parameters, too, and return their gradients"
+            )
 
 
 def _check_loss(loss: Any, trainable: list[str]) -> None:
