@@ -26,6 +26,8 @@ from graphpasses._torch import pytree
 from graphpasses._torch.fake_mode import fake_mode_of
 from graphpasses._torch.schemas import bound_arguments, writes_arguments
 from graphpasses._torch.symbols import guessed_sizes
+from graphpasses._torch.tangents import gradients_whole
+from graphpasses._torch.written_inputs import keep_reads_of_written
 
 Rewrite = Callable[[fx.GraphModule], None]
 Compiled = Callable[..., Any]
@@ -153,6 +155,7 @@ def compile_aot_eager(
 
     def partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         stages.joint(gm)
+        keep_reads_of_written(gm)
         with functorch_config.patch(cse=False), guessed_sizes(joint_inputs):
             return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
@@ -182,13 +185,14 @@ def compile_aot_eager(
 
         return compile_graph
 
-    compiled: Compiled = aot_autograd(
-        fw_compiler=compiler(stages.forward),
-        bw_compiler=compiler(stages.backward),
-        inference_compiler=compiler(stages.joint, stages.forward),
-        partition_fn=partition,
-        keep_inference_input_mutations=True,
-    )(module, inputs)
+    with gradients_whole():
+        compiled: Compiled = aot_autograd(
+            fw_compiler=compiler(stages.forward),
+            bw_compiler=compiler(stages.backward),
+            inference_compiler=compiler(stages.joint, stages.forward),
+            partition_fn=partition,
+            keep_inference_input_mutations=True,
+        )(module, inputs)
     return compiled
 
 
@@ -241,6 +245,7 @@ def compile_inductor(
     def rewrite_joint(gm: fx.GraphModule) -> None:
         stages.joint(gm)
         decompose(gm)
+        keep_reads_of_written(gm)
 
     def rewrite_half(gm: fx.GraphModule) -> None:
         stable_topological_sort(gm.graph)  # Inductor does so later
@@ -256,7 +261,7 @@ def compile_inductor(
     # As an argument, since the backward graph may be compiled later, when the first backward runs.
     # AOTAutograd's own cache would skip the joint passes, on one rank and not on another: they talk to each other.
     # Its elimination of common subexpressions merges equal collectives on ranks that see that they are equal.
-    with functorch_config.patch(enable_autograd_cache=False, cse=False):
+    with functorch_config.patch(enable_autograd_cache=False, cse=False), gradients_whole():
         compiled: Any = compile_fx(
             module, inputs, inner_compile=compile_graph, config_patches=patches, decompositions={}
         )

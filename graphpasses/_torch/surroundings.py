@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
+from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
@@ -25,3 +26,8 @@ def function_modes() -> tuple[str, ...]:
 def saved_tensor_hooks() -> tuple[Callable[..., object], ...]:
     """Returns the innermost hooks on the tensors that autograd saves; none where no ``saved_tensors_hooks`` is on."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) or ()
+
+
+def keeps_parametrized() -> bool:
+    """Whether ``parametrize.cached()`` is on, under which a weight is computed once for all its uses."""
+    return parametrize._cache_enabled > 0

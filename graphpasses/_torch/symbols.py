@@ -281,7 +281,7 @@ def value_at(value: Any, path: Any) -> bool | int | float:
 
 
 def as_function(condition: sympy.Basic) -> Callable[[Mapping[sympy.Symbol, Any]], bool]:
-    """Returns what says of values of symbols whether a condition is true.
+    """Returns what says of values of symbols whether a condition is true; it is not of nan.
 
     If all symbols are whole numbers, Python computes with them, a hundred times as fast as sympy.
 
@@ -297,7 +297,14 @@ def as_function(condition: sympy.Basic) -> Callable[[Mapping[sympy.Symbol, Any]]
         function = eval(f"lambda {', '.join(map(str, names.values()))}: {text}", {"math": math})
         if _PRINTED.issuperset(function.__code__.co_names):
             return lambda values: bool(function(*(values[symbol] for symbol in symbols)))
-    return lambda values: bool(condition.xreplace({symbol: as_number(values[symbol]) for symbol in symbols}))
+
+    def is_true(values: Mapping[sympy.Symbol, Any]) -> bool:
+        numbers = [values[symbol] for symbol in symbols]
+        if any(number != number for number in numbers):  # sympy compares no nan
+            return False
+        return bool(condition.xreplace(dict(zip(symbols, map(as_number, numbers), strict=True))))
+
+    return is_true
 
 
 def as_number(value: bool | int | float) -> sympy.Basic:

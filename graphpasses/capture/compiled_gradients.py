@@ -2,19 +2,54 @@
 
 from __future__ import annotations
 
+import operator
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 from weakref import ref
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from graphpasses._torch.aot_autograd import added_in_this_backward, backward_node
 from graphpasses._torch.pytree import tree_leaves
 from graphpasses.analysis.effects import has_gradient, reached_outputs
 from graphpasses.errors import FidelityError
 from graphpasses.graph import DynamoGraph
+from graphpasses.graph.nodes import storages
+
+
+def find_views_returned(graph: DynamoGraph) -> str | None:
+    """Says which outputs of a graph are views of one tensor whose gradients eager may add in another order.
+
+    AOTAutograd makes views that it returns outside of its graph, so that their gradients come before all that the
+    graph adds itself.
+    """
+    output = graph.graph.output_node()
+    places: dict[Any, dict[fx.Node, int]] = defaultdict(dict)
+    for place, node in enumerate(output.args[0]):  # type: ignore[arg-type]
+        if isinstance(node, fx.Node) and has_gradient(node):
+            for memory in storages(node) - storages(*graph.placeholders):
+                places[memory].setdefault(node, place)
+    for memory, each in places.items():
+        if len(set(map(_made_by, each))) < 2:
+            continue
+        inside = [node for node in graph.graph.nodes if memory in storages(node)]
+        readers = {user for node in inside for user in node.users if user is not output and has_gradient(user)}
+        if len(each) > 2 or readers - {*inside}:
+            outputs = ", ".join(map(str, each.values()))
+            return (
+                f"outputs {outputs} of a compiled graph are views of one tensor: if the loss uses several of them, "
+                "eager may add their gradients in another order. Return one, and make its views outside"
+            )
+    return None
+
+
+def _made_by(node: fx.Node) -> fx.Node:
+    """Returns the call that makes a tensor, maybe one of several that share no element, as ``chunk`` makes them."""
+    source = node.args[0] if node.target is operator.getitem else None
+    return source if isinstance(source, fx.Node) and not isinstance(source.meta.get("val"), Tensor) else node
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 That of a whole tensor's largest element writes the gradient into zeros in eager on a CPU, and multiplies it with a
 mask where it is traced, which gives zeros another sign, and NaN where the gradient is infinite. Those of products ask
-in eager for elements that are zero. Source: ``FunctionsManual.cpp``, ``evenly_distribute_backward``,
-``prod_backward``, ``cumprod_backward``.
+in eager for elements that are zero. That of the value with which a mask is filled adds the elements of the mask alone
+in eager, and zeros among them where it is traced. Source: ``FunctionsManual.cpp``, ``evenly_distribute_backward``,
+``prod_backward``, ``cumprod_backward``, ``masked_fill_backward``.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch import fx
 
 from graphpasses.analysis.backward import is_backward
 from graphpasses.errors import CaptureError
-from graphpasses.graph.nodes import fake_value, named_call
-from graphpasses.ops.eager_gradient import EAGER_GRADIENT
+from graphpasses.graph.nodes import argument, fake_value, named_call
+from graphpasses.ops.eager_gradient import EAGER_GRADIENT, MASKED_SUM
 
 aten = torch.ops.aten
 
@@ -26,6 +27,7 @@ _LOOK = {
     *(aten.max.default, aten.min.default, aten.median.default, aten.nanmedian.default),
     *(aten.prod.default, aten.prod.dim_int, aten.cumprod.default),
 }
+_FILL = {aten.masked_fill.Tensor, aten.masked_fill_.Tensor}
 
 
 def give_eagers_formulas(graph: fx.Graph, is_backward: Callable[[fx.Node], bool] = is_backward) -> None:
@@ -33,7 +35,7 @@ def give_eagers_formulas(graph: fx.Graph, is_backward: Callable[[fx.Node], bool]
 
     ``is_backward`` says which nodes backward computes.
     """
-    if not any(graph.find_nodes(op="call_function", target=each) for each in _LOOK):
+    if not any(graph.find_nodes(op="call_function", target=each) for each in _LOOK | _FILL):
         return
     # What computes no gradient has the number of what did before.
     calls: dict[object, fx.Node] = {}
@@ -43,10 +45,26 @@ def give_eagers_formulas(graph: fx.Graph, is_backward: Callable[[fx.Node], bool]
             continue
         if not is_backward(node):
             calls.setdefault(node.meta["seq_nr"], node)
-        elif (call := calls.get(node.meta["seq_nr"])) is not None and call.target in _LOOK:
+        elif (call := calls.get(node.meta["seq_nr"])) is not None and call.target in _LOOK | _FILL:
             formulas[call].append(node)
     for call, nodes in formulas.items():
-        _replace(graph, call, nodes, is_backward)
+        if call.target in _FILL:
+            _add_filled(graph, nodes)
+        else:
+            _replace(graph, call, nodes, is_backward)
+
+
+def _add_filled(graph: fx.Graph, formula: list[fx.Node]) -> None:
+    for total in [node for node in formula if node.target is aten.sum.default]:
+        where = argument(total)
+        if where.target is aten.where.self and where in formula:
+            mask, gradient, _ = where.args
+            with graph.inserting_before(total):
+                found = graph.call_function(MASKED_SUM, (gradient, mask))
+            found.meta.update(total.meta)
+            total.replace_all_uses_with(found)
+            graph.erase_node(total)
+            graph.erase_node(where)
 
 
 def _replace(graph: fx.Graph, call: fx.Node, formula: list[fx.Node], is_backward: Callable[[fx.Node], bool]) -> None:

@@ -39,8 +39,9 @@ _States = list[tuple[torch.Generator, torch.Tensor]]
 _ANOTHER_RANK = "on another rank, eager and the captured step part; its message says where"
 _SAME_OPERATORS = (
     ", though loss_fn calls the same operators: one reads other numbers, e.g. in a long constant that loss_fn makes, "
-    "or computes otherwise each time, or a formula of autograd looks whether it is traced. Let it be the same at "
-    "each call, traced or not, or compute it with other operators; of a step that is captured with check=False, "
+    "or computes otherwise each time (a function of torch.jit.script does until its third call: run loss_fn and its "
+    "backward before), or a formula of autograd looks whether it is traced. Let it be the same at each call, traced "
+    "or not, or compute it with other operators; of a step that is captured with check=False, "
     "graphpasses.parity.locate_step finds the operator"
 )
 
@@ -134,7 +135,8 @@ def _seeds_refused(step: CapturedStep, record: OperatorCalls) -> Iterator[_State
     Yields the states that the block draws from: others than when the step was captured.
     """
     values = (getattr(step.module, str(n.target)) for n in step.graph.find_nodes(op="get_attr"))
-    states = [(each, each.get_state()) for each in values if isinstance(each, torch.Generator)]
+    generators = dict.fromkeys(each for each in values if isinstance(each, torch.Generator))
+    states = [(each, each.get_state()) for each in generators]
     others = [(each, each.manual_seed(each.initial_seed() + 1).get_state()) for each, _ in states]
     try:
         yield others

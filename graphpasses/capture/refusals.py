@@ -19,7 +19,7 @@ from graphpasses._torch.module_hooks import is_compiled
 from graphpasses.capture.guards import line_of, user_line
 from graphpasses.errors import CaptureError, GraphPassesError
 from graphpasses.identity import walk_modules
-from graphpasses.state.model import check_gradient_hooks
+from graphpasses.state.model import check_gradient_hooks, is_trained
 
 
 def refuse_model(model: nn.Module) -> None:
@@ -38,6 +38,12 @@ def refuse_model(model: nn.Module) -> None:
     check_materialised(model, "before capturing its step")
     for fqn, parameter in model.named_parameters():
         check_gradient_hooks(fqn, parameter)
+    for fqn, buffer in model.named_buffers():
+        if is_trained(buffer):
+            raise CaptureError(
+                f"buffer {fqn!r} requires a gradient, and a captured step fills those of parameters; make it an "
+                "nn.Parameter, or detach it"
+            )
 
 
 def check_materialised(model: nn.Module, when: str) -> None:

@@ -18,13 +18,14 @@ from graphpasses._torch.compile_backend import Backend
 from graphpasses._torch.dynamo import guard_condition
 from graphpasses._torch.fake_mode import strides_of_kernels
 from graphpasses._torch.module_hooks import global_hook_ids, hook_ids
+from graphpasses._torch.written_inputs import written_by_checkpointed
 from graphpasses.analysis.backward import backward_nodes
 from graphpasses.analysis.effects import launches_collective
 from graphpasses.capture.autocast_casts import cast_once, check_cast_once
 from graphpasses.capture.compile_options import CompileOptions, Inner
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.capture.compiled_call import CompiledCall
-from graphpasses.capture.compiled_gradients import CompiledGradients
+from graphpasses.capture.compiled_gradients import CompiledGradients, find_views_returned
 from graphpasses.capture.compiled_graphs import ModelInputs, read_aot_graph, read_model_graph
 from graphpasses.capture.formulas import give_eagers_formulas
 from graphpasses.capture.traced_strides import run_watched
@@ -161,11 +162,19 @@ def _compile(
     )
 
     gradients = CompiledGradients.of(rewritten, keeps_bits=keeps_bits)
+    if keeps_bits and (views := find_views_returned(rewritten)) is not None:
+        report.warn(views)
 
     def rewrite(stage: Stage, gm: fx.GraphModule) -> None:
         graph = read_aot_graph(gm, stage, origin)
         if stage is Stage.JOINT and keeps_bits:  # Inductor would trace into the operator
             give_eagers_formulas(graph.graph, backward_nodes(graph).__contains__)
+            names = dict(zip(graph.placeholders, graph.inputs, strict=True))
+            for node in written_by_checkpointed(gm):
+                report.warn(
+                    f"a checkpointed function writes {names[node].fqn!r}, which eager does again in backward, and "
+                    "the compiled graph does not. Write it, as a BatchNorm does, outside of what is checkpointed"
+                )
         gm.graph = run(graph).graph
 
     at = functools.partial(functools.partial, rewrite)

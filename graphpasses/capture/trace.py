@@ -73,7 +73,7 @@ def trace_step(
     leaves in modules. It records the operators that are called if ``is_recorded``; ``varying`` are the dims of the
     batch whose sizes may vary.
     """
-    identity = IdentityMap.of(model)
+    identity, keeps_casts = IdentityMap.of(model), torch.is_autocast_cache_enabled()
     state = dict(named_state(model))
     own = {fqn: vars(tensor) for fqn, tensor in state.items()}
     held: set[str] = set()
@@ -95,7 +95,8 @@ def trace_step(
                     setattr(tensor, name, value)
         mark_parameters(model)
         left_tensors = LeftTensors(model)
-        records.append(record := record_calls(model, identity, args, only_undo=not is_recorded))
+        given = [args[index] for index in structure.same or range(len(args))]
+        records.append(record := record_calls(model, identity, given, only_undo=not is_recorded))
         with (
             caches_emptied_on_error(),
             refusals.other_threads_refused(),
@@ -110,7 +111,7 @@ def trace_step(
             held_traced(state, dict(named_state(model)), held),
         ):
             with (
-                _autocast_cached(model),
+                _autocast_cached(model, keeps_casts=keeps_casts),
                 other_models_refused(model),
                 compiled_calls_raise(),
                 _module_names_traced(model),
@@ -118,7 +119,7 @@ def trace_step(
                 reads.running(),
                 record,
             ):
-                batch = structure.build(args)
+                batch = structure.build(given)
                 containers = structure.containers(batch)[1:]
                 loss = loss_fn(first_model(model), *batch)
             taken[:] = [keys for container in containers for keys in container.taken()]
@@ -145,6 +146,7 @@ def trace_step(
                 else:
                     found = torch.autograd.grad(loss, parameters, allow_unused=True)
                     gradients = dict(zip(parameters, found, strict=True))
+                    _refuse_inner_backward(named, gradients_before)
         marked = marks.of(named, reductions.unreduced, reductions.late, reductions.partly_reduced)
         left = left_tensors.find(reads.has_read)
         left_in[:] = left
@@ -211,6 +213,17 @@ _CALLED_BACKWARD = (
 )
 
 
+def _refuse_inner_backward(named: Mapping[str, torch.Tensor], before: Sequence[torch.Tensor | None]) -> None:
+    """Raises if a backward of the user's has filled gradients itself, as those of reversible networks do."""
+    for (fqn, parameter), gradient in zip(named.items(), before, strict=True):
+        if parameter.grad is not gradient:
+            raise CaptureError(
+                f"a backward of loss_fn calls backward itself, which fills the gradient of {fqn!r}, and a captured "
+                "step takes those that autograd returns. Call torch.autograd.grad there, give the function the "
+                "parameters, too, and return their gradients"
+            )
+
+
 def _check_loss(loss: Any, trainable: list[str]) -> None:
     """Raises unless ``loss_fn`` returned one floating-point number that depends on a parameter of ``trainable``."""
     if not trainable:
@@ -270,8 +283,8 @@ def _module_names_traced(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _autocast_cached(model: nn.Module) -> Iterator[None]:
-    """Lets autocast keep its casts of weights, as it does in eager, and refuses it where a trace would not follow."""
+def _autocast_cached(model: nn.Module, *, keeps_casts: bool) -> Iterator[None]:
+    """Lets autocast keep its casts of weights, if it does in eager, and refuses it where a trace would not follow."""
     devices = {parameter.device.type for parameter in model.parameters() if parameter.requires_grad}
     why = ""
     if any(map(torch.is_autocast_enabled, devices)):
@@ -293,7 +306,7 @@ def _autocast_cached(model: nn.Module) -> Iterator[None]:
 
     # The tracer turns the cache off.
     cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(True)
+    torch.set_autocast_cache_enabled(keeps_casts)
     handle = register_module_forward_hook(check) if why else None
     try:
         yield

@@ -30,7 +30,7 @@ from graphpasses.fsdp.canonical import CLIP_NOTE
 from graphpasses.fsdp.plan import BucketPlan, premultiplied_note
 from graphpasses.gc_pause import paused_gc
 from graphpasses.graph import CapturedStep
-from graphpasses.graph.batch import check_leaf
+from graphpasses.graph.batch import check_leaf, same_leaves
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.recapture import FailedElsewhereError
@@ -150,6 +150,9 @@ def _capture(
     leaves = structure.leaves(batch)
     for path, leaf in zip(structure.paths, leaves, strict=True):
         check_leaf(path, leaf)
+    # Ranks ask each other at each call only where they decide by values.
+    if not RankConsensus.of_model(model).groups:
+        structure = replace(structure, same=same_leaves(leaves))
     groups = fsdp_groups(model)
     check_unsharded(groups)
     prepare_for_tracing(model)

@@ -22,6 +22,7 @@ from graphpasses._torch.dtensor import as_dtensor, local_part
 from graphpasses._torch.fake_mode import fake_mode_of
 from graphpasses._torch.fsdp2_accumulation import Accumulators, accumulation_set_aside, reducing
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
+from graphpasses._torch.operator_facts import writes_first
 from graphpasses.errors import CaptureError
 from graphpasses.graph.kinds import GraphInput, GraphOutput, InputKind, OutputKind
 from graphpasses.graph.nodes import eliminate_dead_code, fake_value, reach
@@ -150,6 +151,14 @@ class CutSteps(Generic[S]):
     def find_waiting(self) -> tuple[Waiting, dict[str, torch.Tensor]]:
         """Returns what waits in a call now, and the gradients that have waited, by place; the same on all ranks."""
         pending = self.accumulators.pending()
+        first: dict[int, str] = {}
+        for place, gradient in pending.items():
+            if gradient.numel() and (other := first.setdefault(gradient.data_ptr(), place)) != place:
+                raise CaptureError(
+                    f"the gradients of {other!r} and {place!r}, which wait in FSDP2 to be reduced, are views of one "
+                    "tensor, and eager adds to both what it adds to either. Reduce the gradients of each microbatch, "
+                    "or write (a + b)[None] for a[None] + b[None]"
+                )
         waiting = Waiting(
             tuple(sorted(self._places & self.accumulators.kept)),
             tuple((place, gradient.dtype) for place, gradient in pending.items()),
@@ -272,24 +281,26 @@ def as_gradient(
 
 
 def shared_values(values: Sequence[Any]) -> frozenset[int]:
-    """Returns the positions of output values whose memory an input or another output may hold too."""
-    bases = [_base(value) if isinstance(value, fx.Node) else None for value in values]
-    num_uses = Counter(bases)
+    """Returns the positions of output values that autograd would copy: somebody else holds the tensor, too.
+
+    A view that nobody else holds it keeps as it is, so that two of one tensor share their memory, as eager's do.
+    """
+    tensors = [_written(value) if isinstance(value, fx.Node) else None for value in values]
+    held = Counter(tensors)
+    for tensor in {each for each in tensors if each is not None}:
+        while tensor.target is operator.getitem or getattr(tensor.target, "is_view", False):
+            tensor = _written(tensor.args[0])
+            held[tensor] += 1
     return frozenset(
         index
-        for index, base in enumerate(bases)
-        if base is not None and (num_uses[base] > 1 or base[0].op != "call_function")
+        for index, tensor in enumerate(tensors)
+        if tensor is not None and (held[tensor] > 1 or tensor.op != "call_function")
     )
 
 
-def _base(value: fx.Node) -> tuple[fx.Node, object]:
-    """Returns the node that made a value's memory and, of several disjoint parts that it made, which one."""
-    part: object = None
-    while True:
-        if value.target is operator.getitem:
-            part = (value.args[1], part)
-        elif not getattr(value.target, "is_view", False) or part is not None:
-            return value, part
-        source = value.args[0]
-        assert isinstance(source, fx.Node)
-        value = source
+def _written(value: Any) -> fx.Node:
+    """Returns the node that made a tensor, behind calls that wrote it in place."""
+    while writes_first(value.target):
+        value = value.args[0]
+    assert isinstance(value, fx.Node)
+    return value

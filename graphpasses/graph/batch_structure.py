@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from graphpasses._torch import pytree
 from graphpasses.errors import BatchMismatchError, CaptureError
+from graphpasses.state.keys import key_of
 
 _LEAVES = (torch.Tensor, int, float, bool, str, type(None))
 
@@ -80,8 +81,13 @@ class BatchStructure:
     # How pytree makes the container from its items; None for mappings and dataclasses that it does not know.
     spec: pytree.TreeSpec | None = None
     library: Containers = AS_PYTREE_SAYS  # whose container it is
+    own: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # its private attributes beside its items that are plain, when captured
     # Of a whole batch, by which keys the items are reached that loss_fn takes out of mappings, as `pop` does.
     taken: tuple[tuple[Any, ...], ...] = ()
+    # Of a whole batch, which leaves are one tensor, by which code may decide (`k is v`); () where it does not count.
+    same: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, value: Any, *libraries: Containers, path: str = "batch") -> BatchStructure:
@@ -101,7 +107,7 @@ class BatchStructure:
         items, spec = opened
         children = tuple(cls.of(item, *libraries, path=path + _accessor(value, key)) for key, item in items.items())
         structure = cls(path, kind, tuple(items), children, spec, library)
-        _check_attributes(structure, value, items)
+        structure = replace(structure, own=_own_attributes(structure, value, items))
         _check_that_it_is_made(structure, items)
         return structure
 
@@ -135,9 +141,25 @@ class BatchStructure:
                 )
         elif spec != self.spec and not issubclass(self.kind, Mapping):  # of mappings, the keys were compared
             raise BatchMismatchError(f"{self.path} was {self.spec} in the captured batch, and is {spec}; {_AGAIN}")
-        _check_attributes(self, value, items)
+        own = _own_attributes(self, value, items)
+        for name, (was, now) in {
+            n: (key_of(self.own.get(n)), key_of(own.get(n))) for n in {**self.own, **own}
+        }.items():
+            if was.is_plain and was != now:
+                raise BatchMismatchError(
+                    f"{self.path}.{name} was {was} in the captured batch, and is {now}; {_AGAIN}"
+                )
         parts = (child.leaves(items[key]) for key, child in zip(self.keys, self.children, strict=True))
         return [leaf for part in parts for leaf in part]
+
+    def sameness_difference(self, same: tuple[int, ...]) -> str | None:
+        """Says which leaves are one tensor in another batch alone, or were in the captured one alone."""
+        for index, (was, now) in enumerate(zip(self.same, same, strict=False)):
+            if was != now:
+                are = "are one tensor, and were two" if was == index else "were one tensor"
+                other = self.paths[now if was == index else was]
+                return f"{other} and {self.paths[index]} {are} when the step was captured"
+        return None
 
     def build(self, leaves: Iterable[Any]) -> Any:
         if self.kind is None:
@@ -192,10 +214,10 @@ class BatchStructure:
         if self.spec is not None:
             fields = self.library.fields_of(self.kind) or items
             return pytree.tree_unflatten([items.get(field) for field in fields], self.spec)
-        if issubclass(self.kind, Mapping):
-            return self.kind(items)  # type: ignore[call-arg]
-        made = self.kind.__new__(self.kind)  # its __init__ may compute
-        for name, item in items.items():
+        kind: Any = self.kind
+        is_mapping = issubclass(kind, Mapping)
+        made = kind(items) if is_mapping else kind.__new__(kind)  # the __init__ of others may compute
+        for name, item in (self.own if is_mapping else {**items, **self.own}).items():
             object.__setattr__(made, name, item)
         return made
 
@@ -242,13 +264,17 @@ def _check_that_it_is_made(structure: BatchStructure, items: Mapping[Any, Any]) 
         raise refusal
 
 
-def _check_attributes(structure: BatchStructure, value: Any, items: Mapping[Any, Any]) -> None:
+def _own_attributes(structure: BatchStructure, value: Any, items: Mapping[Any, Any]) -> dict[str, Any]:
+    """Returns the private attributes that a container has beside its items, if they are plain; refuses others."""
     if structure.spec is not None and not issubclass(type(value), Mapping):
-        return  # whoever registered it with pytree says what there is
-    for name, attribute in getattr(value, "__dict__", {}).items():
-        # UserDict has its items in `data`; BatchEncoding keeps its tokenizer's private ones.
-        if name not in items and name != "data" and name[:1] != "_" and attribute is not None:
+        return {}  # whoever registered it with pytree says what there is
+    # UserDict has its items in `data`; BatchEncoding keeps its tokenizer's private ones.
+    state = getattr(value, "__dict__", {}).items()
+    own = {name: each for name, each in state if name not in items and name != "data" and each is not None}
+    for name in own:
+        if name[:1] != "_":
             raise BatchMismatchError(
                 f"{structure.path}, a {type(value).__name__}, has the attribute {name!r} beside its items, which a "
                 "captured step would not see; make it an item, or pass a plain dict"
             )
+    return {name: each for name, each in own.items() if key_of(each).is_plain}

@@ -183,7 +183,7 @@ class CapturedStep(TrainGraph):
         tensors = self.snapshot.check(self.model)
         leaves = self.batch_structure.leaves(batch)
         check_leaves(leaves, self.batch_leaves, self.varying)
-        step = self._cache.fitting(batch, partial(self._value, leaves=leaves))
+        step = self._cache.fitting(batch, leaves, partial(self._value, leaves=leaves))
         if step is not self:
             tensors = step.snapshot.check(self.model)
         step = step.cut_steps.fitting(step, waiting)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -11,6 +11,8 @@ from torch import fx, nn
 
 from graphpasses._torch.fsdp2_accumulation import accumulation_set_aside
 from graphpasses.errors import CaptureError
+from graphpasses.graph.batch import same_leaves
+from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.guards import NO_DECISION, Guards
 from graphpasses.graph.operator_seconds import OperatorSeconds
 from graphpasses.graph.pass_report import PipelineReport
@@ -33,6 +35,7 @@ class Step(Protocol):
     model: nn.Module
     guards: Guards | None
     recapture: Recapture | None
+    batch_structure: BatchStructure
     rewrites: tuple[Callable[[Any], Any], ...]
     report: PipelineReport | None
     seconds: OperatorSeconds | None
@@ -61,7 +64,7 @@ class GuardedCache(Generic[S]):
         self._is_checked = False
         self._is_guarded = None if self.groups else first.guards is not None
 
-    def fitting(self, batch: tuple[Any, ...], value_of: Callable[[GraphInput], Any]) -> S:
+    def fitting(self, batch: tuple[Any, ...], leaves: Sequence[Any], value_of: Callable[[GraphInput], Any]) -> S:
         """Returns the step that all ranks captured with what they decide by now, or captures it."""
         if not self._is_checked:
             update = self.steps[0].update
@@ -71,11 +74,17 @@ class GuardedCache(Generic[S]):
             self._is_checked = True
         if self._is_guarded is None:  # some rank may decide by what the others do not have
             self._is_guarded = not self._consensus.all_ranks([self.steps[0].guards is None])[0]
+        same = same_leaves(leaves)
+        different = [step.batch_structure.sameness_difference(same) for step in self.steps]
         if not self._is_guarded:
-            return self.steps[0]
+            if different[0] is None:
+                return self.steps[0]
+            if self.groups:  # the other ranks do not ask
+                raise CaptureError(f"{different[0]}; capture a step for each of these cases, or give clones")
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             all_guards = [step.guards for step in self.steps]
-            differences = [None if each is None else each.difference(value_of) for each in all_guards]
+            decided = [None if each is None else each.difference(value_of) for each in all_guards]
+        differences = [one or other for one, other in zip(different, decided, strict=True)]
         fits = self._consensus.all_ranks([difference is None for difference in differences])
         if True in fits:
             return self.steps[fits.index(True)]

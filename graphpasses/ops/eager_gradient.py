@@ -1,4 +1,4 @@
-"""The gradient of one call of an operator, by the formula that autograd takes in eager."""
+"""Gradients of one call of an operator, by the formulas that autograd takes in eager."""
 
 from __future__ import annotations
 
@@ -34,4 +34,25 @@ EAGER_GRADIENT = define_operator(
     "eager_gradient(Tensor gradient, Tensor x, str operator, str arguments, ScalarType? dtype) -> Tensor",
     eager_gradient,
     fake=None,  # below autograd there is none
+)
+
+
+def masked_sum(gradient: Tensor, mask: Tensor) -> Tensor:
+    """Returns the gradient of the value with which ``masked_fill`` fills: the sum of the elements of a mask.
+
+    Args:
+        gradient: of the operator's result.
+        mask: bool, of its shape, or one that is broadcast to it.
+
+    Example:
+        >>> masked_sum(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([True, False, True]))
+        tensor(5.)
+    """
+    return gradient.masked_select(mask).sum()
+
+
+MASKED_SUM = define_operator(
+    "masked_sum(Tensor gradient, Tensor mask) -> Tensor",
+    masked_sum,
+    fake=lambda gradient, mask: gradient.new_empty(()),
 )

@@ -6,11 +6,11 @@ import enum
 import functools
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from threading import local
-from types import MappingProxyType, MethodType, SimpleNamespace
+from types import CellType, FunctionType, MappingProxyType, MethodType
 from typing import Any, NamedTuple
 from weakref import ReferenceType
 
@@ -178,22 +178,53 @@ def narrowed(path: str, before: Key, now: Key, *, new_objects: bool) -> tuple[st
     return next((part for part in parts if part is not None), whole)
 
 
-def are_alike(value: Any, other: Any) -> bool:
-    """Whether models built alike may hold these: the same bits, functions of one code, objects of one class."""
+Pairs = dict[tuple[int, int], Any]
+"""Pairs of objects that are alike, by ``id``; with them the objects, so that no others have their ids."""
+
+
+def are_alike(value: Any, other: Any, pairs: Pairs) -> bool:
+    """Whether models built alike may hold these: the same bits, functions of one code, objects of one class, and what
+    these hold likewise. ``pairs`` are the modules of the models, and get what was compared.
+    """
+    if value is other or (id(value), id(other)) in pairs:
+        return True
+    pairs[id(value), id(other)] = value, other
+    key = key_of(value)
     if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
         return same_bits(value, other)
-    if isinstance(value, partial) and isinstance(other, partial):
-        parts, others = ([each.func, each.args, each.keywords] for each in (value, other))
-        return are_alike(parts, others)
-    if isinstance(value, SimpleNamespace) and isinstance(other, SimpleNamespace):
-        return are_alike(vars(value), vars(other))
-    if isinstance(value, dict) and isinstance(other, dict):
-        return are_alike([*value], [*other]) and are_alike([*value.values()], [*other.values()])
-    if isinstance(value, Sequence) and not isinstance(value, PLAIN) and type(value) is type(other):
-        return len(value) == len(other) and all(map(are_alike, value, other))
-    if callable(value) and not isinstance(value, nn.Module):
-        return getattr(value, "__code__", value) is getattr(other, "__code__", other) or (
-            not hasattr(value, "__code__") and type(value) is type(other) and not isinstance(value, type)
-        )
-    key, other_key = key_of(value), key_of(other)
-    return key == other_key or (key.kind is other_key.kind is object and type(value) is type(other))
+    if key == key_of(other):
+        return True
+    if type(value) is not type(other) or key.is_plain or isinstance(value, (type, nn.Module)):
+        return False
+    if (parts := _parts_of(value)) is None:
+        return bool(value == other)
+    others = _parts_of(other) or ()
+    return len(parts) == len(others) and all(
+        are_alike(part, its, pairs) for part, its in zip(parts, others, strict=True)
+    )
+
+
+def _parts_of(value: Any) -> list[Any] | None:
+    """Returns what an object holds, in order; None of one that only C code knows."""
+    if isinstance(value, FunctionType):
+        cells = [read_cell(cell) for cell in value.__closure__ or ()]
+        return [value.__code__, value.__defaults__, value.__kwdefaults__, *cells]
+    if isinstance(value, MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, Mapping):
+        return [*value, *value.values()]
+    if isinstance(value, (Sequence, deque)):
+        return [*value]
+    state, own = object.__getstate__(value), attributes_of(value)
+    slots = state[1] if isinstance(state, tuple) else {}
+    return [*slots.values(), *(own or {}), *(own or {}).values()] if slots or own is not None else None
+
+
+def read_cell(cell: CellType) -> Any:
+    """Returns what the cell of a closure has; :data:`MISSING` if it is empty."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING

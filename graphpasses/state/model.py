@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -33,8 +33,9 @@ class ModelStructure:
     names: list[tuple[tuple[str, ...], tuple[str, ...]]]  # of each: of its own parameters, and of its buffers
     slots: Mapping[str, int]  # by any FQN, the position of a parameter or buffer among those of all modules
     first: list[int]  # for each position, the first at which the same tensor is; -1 where there is None
-    trainable: Mapping[int, bool]  # by position that is a parameter's first
-    kinds: list[tuple[Any, ...]]  # the tensors' dtypes, devices and shapes
+    parameters: frozenset[int]  # the positions of parameters; the others are buffers'
+    trainable: Mapping[int, bool]  # by first position of a tensor, whether it gets a gradient
+    kinds: list[tuple[Any, ...]]  # the tensors' dtypes, devices, shapes and strides
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelStructure:
@@ -50,14 +51,15 @@ class ModelStructure:
             slots |= {f"{path}.{name}".lstrip("."): slot for slot, name in enumerate(own, starts[module])}
         tensors = _tensors(modules, names)
         first = _first(tensors)
+        parameters = (range(start, start + len(module._parameters)) for module, start in starts.items())
         trainable = {
-            slot: parameter.requires_grad
-            for module, start in starts.items()
-            for slot, parameter in enumerate(module._parameters.values(), start)
-            if parameter is not None and first[slot] == slot
+            slot: is_trained(tensor)
+            for slot, tensor in enumerate(tensors)
+            if tensor is not None and first[slot] == slot
         }
         fqns = tuple(paths[module] for module in modules)
-        return cls(modules, fqns, _facts(modules), names, slots, first, trainable, _kinds(tensors))
+        of_parameters = frozenset(chain.from_iterable(parameters))
+        return cls(modules, fqns, _facts(modules), names, slots, first, of_parameters, trainable, _kinds(tensors))
 
     def for_model(self, model: nn.Module) -> ModelStructure:
         """Returns the structure of another model; raises where that is not built as this one was."""
@@ -101,13 +103,15 @@ class ModelStructure:
             self._refuse_ties(first)
         for slot, kinds in enumerate(zip(self.kinds, _kinds(tensors), strict=True)):
             if kinds[0] != kinds[1]:
-                texts = [f"{dtype}{[*shape]} on {device}" for dtype, device, shape in kinds]
+                texts = [f"{dtype}{[*shape]} on {device}" for dtype, device, shape, _ in kinds]
+                if texts[0] == texts[1]:
+                    texts = [f"{text}, strides {[*kind[-1]]}" for text, kind in zip(texts, kinds, strict=True)]
                 raise changed(repr(self._name(slot)), *texts)
         trained = [tensor for slot in self.trainable if (tensor := tensors[slot]) is not None]
         for parameter, (slot, was) in zip(trained, self.trainable.items(), strict=True):
-            if parameter.requires_grad != was:
-                name = f"parameter {self._name(slot)!r}"
-                raise changed(name, f"requires_grad={was}", parameter.requires_grad, has=True)
+            if is_trained(parameter) != was:
+                name = f"{'parameter' if slot in self.parameters else 'buffer'} {self._name(slot)!r}"
+                raise changed(name, f"requires_grad={was}", not was, has=True)
         if (index := find_gradient_hooks(trained)) is not None:
             check_gradient_hooks(self._name([*self.trainable][index]), trained[index])
         return tensors
@@ -129,7 +133,7 @@ class ModelStructure:
                     f"{self._name(was)!r} and {name!r} were one tensor when the step was captured, and are not now; "
                     f"{AGAIN}"
                 )
-            kind = "parameters" if slot in self.trainable else "buffers"
+            kind = "parameters" if slot in self.parameters else "buffers"
             raise CaptureError(
                 f"{self._name(now)!r} and {name!r} were two {kind} when the step was captured, and are one now; "
                 f"{AGAIN}"
@@ -137,6 +141,11 @@ class ModelStructure:
 
     def _name(self, slot: int) -> str:
         return next(fqn for fqn, other in self.slots.items() if other == slot)
+
+
+def is_trained(tensor: torch.Tensor) -> bool:
+    """Whether backward fills the gradient of a parameter or buffer; not of what forward leaves with its history."""
+    return tensor.requires_grad and tensor.is_leaf
 
 
 def check_gradient_hooks(fqn: str, parameter: torch.Tensor) -> None:
@@ -193,4 +202,10 @@ def _first(tensors: Sequence[torch.Tensor | None]) -> list[int]:
 
 
 def _kinds(tensors: Sequence[torch.Tensor | None]) -> list[tuple[Any, ...]]:
-    return [() if tensor is None else (tensor.dtype, tensor.device, tensor.shape) for tensor in tensors]
+    return [
+        ()
+        if tensor is None
+        # By strides autograd chooses its formula (that of mm), and operators what they return, and copy.
+        else (tensor.dtype, tensor.device, tensor.shape, tensor.stride() if tensor.layout is torch.strided else ())
+        for tensor in tensors
+    ]

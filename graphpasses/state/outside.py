@@ -169,7 +169,8 @@ class Outside:
 
     def _ask(self, path: str, value: Any, names: Iterable[str]) -> None:
         """Reads of what cannot be watched the attributes that code has names for."""
-        own = attributes_of(value) or {}
+        state = attributes_of(value)
+        own = {} if state is None else state
         for name in [*names]:
             if isinstance(value, type):
                 self._ask_class(value, name)
@@ -178,6 +179,7 @@ class Outside:
                     self.slot(value, name, f"{path}.{name}")
             elif (
                 name in own
+                or (state is not None and _has_default(type(value), name))
                 or isinstance(inspect.getattr_static(value, name, None), types.MemberDescriptorType)
                 or (name in self._optional and _may_get(value))
             ):
@@ -227,6 +229,11 @@ def _may_get(value: Any) -> bool:
     return isinstance(value, types.SimpleNamespace) or (isinstance(value, (FunctionType, type)) and is_users(value))
 
 
+def _has_default(kind: type, name: str) -> bool:
+    """Whether a container of the user's class has a name by its class, until it gets its own."""
+    return issubclass(kind, CONTAINERS) and any(name in vars(base) for base in kind.__mro__ if is_users(base))
+
+
 def _has_names(value: Any) -> bool:
     """Whether what is not watched may have attributes that count."""
     if isinstance(value, type):
@@ -237,4 +244,5 @@ def _has_names(value: Any) -> bool:
     if isinstance(value, nn.Module) or (is_watched(kind) and not is_torchs(kind)):
         return False
     has_slots = hasattr(kind, "__slots__") and not isinstance(value, torch.Tensor)
-    return bool(attributes_of(value)) or has_slots or _may_get(value)
+    is_container = isinstance(value, CONTAINERS) and is_users(kind)
+    return bool(attributes_of(value)) or is_container or has_slots or _may_get(value)

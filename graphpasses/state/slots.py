@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from graphpasses.errors import CaptureError
 from graphpasses.identity import put_back
 from graphpasses.state import keys
-from graphpasses.state.keys import CONTAINERS, MISSING, Key, key_of
+from graphpasses.state.keys import CONTAINERS, MISSING, Key, Pairs, key_of
 
 AGAIN = "capture the step again, or undo the change"
 
@@ -143,17 +143,17 @@ class Slot:
             self._copy = items.copy()
 
     def difference(
-        self, now: Any, *, strict: bool = False, alike: bool = False, inside: tuple[Owner, ...] = ()
+        self, now: Any, *, strict: bool = False, alike: Pairs | None = None, inside: tuple[Owner, ...] = ()
     ) -> Difference | None:
         """Says how a value differs; ``strict`` if new items of a dict that are no plain values count, ``alike`` if it
-        is another model's, built alike. The owners that it is ``inside`` are being compared.
+        is another model's, built alike: the modules of both. The owners that it is ``inside`` are being compared.
         """
         opened = self.opened if type(now) is type(self.value) else None
         if opened is None or isinstance(self.value, CONTAINERS):
             key = key_of(now)
             is_known = key == self.key or key in self.others
-            if not is_known and alike and not self.key.is_plain:  # what that was stands in the key alone
-                is_known = keys.are_alike(self.value if self._copy is None else self._copy, now)
+            if not is_known and alike is not None and not self.key.is_plain:  # what that was stands in the key alone
+                is_known = keys.are_alike(self.value if self._copy is None else self._copy, now, alike)
             part = None if is_known else keys.narrowed(self.path, self.key, key, new_objects=strict)
             if part is not None:
                 return Difference(*part, now is self.value and part[0] == self.path)
@@ -195,7 +195,7 @@ class Owner:
         return slot
 
     def difference(
-        self, now: Any = ..., *, strict: bool = False, alike: bool = False, inside: tuple[Owner, ...] = ()
+        self, now: Any = ..., *, strict: bool = False, alike: Pairs | None = None, inside: tuple[Owner, ...] = ()
     ) -> Difference | None:
         """Returns the first difference of an owner from what it was; arguments as of :meth:`Slot.difference`."""
         if self in inside:  # objects may hold each other

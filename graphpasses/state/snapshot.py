@@ -13,7 +13,7 @@ from torch.backends import cuda, cudnn, mkldnn
 
 from graphpasses._torch.fsdp2 import SETTINGS, find_outdated, fsdp_groups, group_name, group_setting
 from graphpasses._torch.module_hooks import global_hook_ids
-from graphpasses._torch.surroundings import function_modes, saved_tensor_hooks
+from graphpasses._torch.surroundings import function_modes, keeps_parametrized, saved_tensor_hooks
 from graphpasses.errors import CaptureError
 from graphpasses.identity import named_state
 from graphpasses.state.hyperparameters import TensorFacts
@@ -93,10 +93,11 @@ class Snapshot:
         structure = self.structure.for_model(model)
         others = dict(zip(map(id, self.structure.modules), structure.modules, strict=True))
         known: dict[int, Owner] = {}
+        pairs = {(module, id(other)): other for module, other in others.items()}
         for owner in self.attributes:
             if id(owner.value) in others:
                 other = others[id(owner.value)]
-                _refuse([owner], now=other, alike=True)
+                _refuse([owner], now=other, alike=pairs)
                 owner.of(other, known)
         return Snapshot(structure, settings_of(model), tuple(known.values()), self.names, self.tensors)
 
@@ -116,12 +117,15 @@ def settings_of(model: nn.Module) -> tuple[Owner, ...]:
         "torch.get_default_device()": torch.get_default_device,
         "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled,
         f"autocast on {device!r}": partial(_autocast, device),
+        f"torch.get_autocast_dtype({device!r})": partial(_autocast_dtype, device),
+        "torch.is_autocast_cache_enabled()": torch.is_autocast_cache_enabled,
         **{f"torch.backends.cuda.{name}()": getattr(cuda, name) for name in _ATTENTION},
         "torch.backends.cudnn.enabled": lambda: cudnn.enabled,
         "torch.backends.mkldnn.enabled": lambda: mkldnn.enabled,
         "torch.is_anomaly_enabled()": torch.is_anomaly_enabled,
         "the TorchFunctionModes that are on": function_modes,
         "torch.autograd.graph.saved_tensors_hooks": saved_tensor_hooks,
+        "torch.nn.utils.parametrize.cached()": keeps_parametrized,
         "the hooks of all modules (register_module_forward_hook and others)": global_hook_ids,
         **{
             f"{name} of FSDP2 group {group_name(group)!r}": partial(group_setting, group, name)
@@ -149,8 +153,13 @@ def _tensor_owner(tensor: torch.Tensor) -> Owner:
 
 
 def _autocast(device: str) -> torch.dtype | None:
-    has_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if has_autocast else None
+    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return _autocast_dtype(device) if is_on else None
+
+
+def _autocast_dtype(device: str) -> torch.dtype | None:
+    """Returns the dtype that ``torch.autocast(device)`` takes where it is given none."""
+    return torch.get_autocast_dtype(device) if torch.amp.is_autocast_available(device) else None
 
 
 def check_unsharded(groups: Sequence[Any]) -> None:

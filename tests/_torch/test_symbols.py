@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, optimization_hint
 
-from graphpasses._torch.symbols import guessed_sizes
+from graphpasses._torch.symbols import as_function, guessed_sizes
 
 
 def test_sizes_have_one_guess_for_a_while() -> None:
@@ -31,3 +34,9 @@ def test_values_without_symbols() -> None:
         value = torch.empty(2)
     with guessed_sizes([value]):
         pass
+
+
+def test_no_condition_holds_of_nan() -> None:
+    x = sympy.Symbol("x", real=True)
+    holds = as_function(sympy.Gt(x, 1))
+    assert [holds({x: value}) for value in (2.0, 1.0, math.inf, math.nan)] == [True, False, True, False]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import graphpasses
 from graphpasses.errors import FidelityError
@@ -89,3 +90,47 @@ def test_calls_whose_gradients_eager_adds_otherwise_are_refused() -> None:
     assert same(gradients(model, None, lambda _, x: function(x)), theirs)
     model = Net(num_uses=2)
     assert not same(gradients(model, torch.compile(model, backend="aot_eager"), two_calls), theirs)
+
+
+class Returns(nn.Module):
+    """Returns a tensor, and what ``view`` makes of it; uses it, too."""
+
+    def __init__(self, view: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+        super().__init__()
+        self.body, self.head, self.view = nn.Linear(4, 4), nn.Linear(4, 4), view
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.body(x).sin()
+        return *self.view(y), self.head(y)
+
+
+@pytest.mark.filterwarnings("error:outputs")
+@pytest.mark.parametrize("view", [lambda y: (y,), lambda y: (y, y[:, 0] * 1), lambda y: y.chunk(2)])
+def test_outputs_that_share_no_element(view: Any) -> None:
+    model = Returns(view)
+    graphpasses.compile(model, inner="aot_eager")(torch.ones(3, 4))[0].sum().backward()
+
+
+def test_outputs_that_are_views_of_one_tensor() -> None:
+    model = Returns(lambda y: (y, y[:, 0]))
+    with pytest.warns(UserWarning, match="outputs 0, 1 of a compiled graph are views of one tensor"):
+        graphpasses.compile(model, inner="aot_eager")(torch.ones(3, 4))
+
+
+class CheckpointsNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.norm, self.body(x), use_reentrant=False)
+
+
+def test_a_checkpointed_function_that_writes() -> None:
+    """Eager writes once more in backward."""
+    model = CheckpointsNorm()
+    with pytest.warns(UserWarning, match="a checkpointed function writes 'norm.num_batches_tracked'"):
+        graphpasses.compile(model, inner="aot_eager")(torch.randn(3, 4)).sum().backward()
+    assert model.norm.num_batches_tracked == 1
+    model(torch.randn(3, 4)).sum().backward()
+    assert model.norm.num_batches_tracked == 3

@@ -88,6 +88,31 @@ def test_products(name: str) -> None:
         assert same_bits(gradient(model, lambda x=x: step(x)), expected)
 
 
+class Filled(nn.Module):
+    """Fills masks by a value that is trained, in place, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return (x * 1).masked_fill_(mask.t(), self.scale).masked_fill(mask[0], self.scale)
+
+
+def filled(model: nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (model(x, mask) * torch.linspace(-0.3, 1.7, x.numel()).view(x.shape)).sum()
+
+
+def test_masks_filled_by_a_value_that_is_trained() -> None:
+    """Eager adds up the gradients of the mask alone. Captured on a mask of nothing, for which all sums are alike."""
+    model, x = Filled(), torch.ones(37, 37)
+    step = capture_train_step(filled, model, x, torch.zeros(37, 37, dtype=torch.bool))
+    for seed in range(3):
+        mask = torch.rand(37, 37, generator=torch.Generator().manual_seed(seed)) < 0.4
+        expected = gradient(model, lambda mask=mask: filled(model, x, mask).backward())
+        assert same_bits(gradient(model, lambda mask=mask: step(x, mask)), expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["prod", "twice", "max"])
 def test_compiled_products(name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -60,3 +61,31 @@ def test_gradients_of_what_loss_fn_makes() -> None:
     model = build()
     step = capture_train_step(lambda model, x: loss_fn(model, own_gradient(x)), model, X)
     assert torch.equal(step(X), loss_fn(model, 2 * X))
+
+
+class Reversible(torch.autograd.Function):
+    """Computes its block again in backward, and calls backward there, as reversible networks do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, block: nn.Module) -> torch.Tensor:
+        ctx.block = block
+        ctx.save_for_backward(x)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.block(x), gradient)
+        return x.grad, None
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_backward_that_calls_backward(check: bool) -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture_train_step(lambda model, x: Reversible.apply(model[0](x), model[1]).sum(), build(), X, check=check)
+    assert str(caught.value) == (
+        "a backward of loss_fn calls backward itself, which fills the gradient of '1.weight', and a captured step "
+        "takes those that autograd returns. Call torch.autograd.grad there, give the function the parameters, too, "
+        "and return their gradients"
+    )

@@ -110,10 +110,10 @@ def test_a_long_constant() -> None:
         capture_train_step(loss_fn, nn.Linear(3, 100), X)
     assert str(caught.value) == (
         "the captured step computes another loss than eager, though loss_fn calls the same operators: one reads "
-        "other numbers, e.g. in a long constant that loss_fn makes, or computes otherwise each time, or a formula of "
-        "autograd looks whether it is traced. Let it be the same at each call, traced or not, or compute it with "
-        "other operators; of a step that is captured with check=False, graphpasses.parity.locate_step finds the "
-        "operator"
+        "other numbers, e.g. in a long constant that loss_fn makes, or computes otherwise each time (a function of "
+        "torch.jit.script does until its third call: run loss_fn and its backward before), or a formula of autograd "
+        "looks whether it is traced. Let it be the same at each call, traced or not, or compute it with other "
+        "operators; of a step that is captured with check=False, graphpasses.parity.locate_step finds the operator"
     )
 
 

@@ -156,7 +156,10 @@ def test_a_generator_that_is_seeded_in_the_loss(is_new: bool) -> None:
 def test_a_generator_of_ones_own() -> None:
     model, x = nn.Linear(4, 1), torch.ones(2, 4)
     generators = [torch.Generator().manual_seed(3) for _ in range(2)]
-    losses = [lambda model, x, g=g: model(x).mean() * torch.rand((), generator=g) for g in generators]
+    losses = [
+        lambda model, x, g=g: model(x + torch.randn(x.shape, generator=g)).mean() * torch.rand((), generator=g)
+        for g in generators
+    ]
     step = capture_train_step(losses[0], model, x)
     for _ in range(2):
         assert torch.equal(step(x), losses[1](model, x).detach())

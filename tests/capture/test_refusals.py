@@ -134,6 +134,11 @@ def tie(model: nn.Module) -> None:
     model[2].weight = model[0].weight
 
 
+def transpose(model: nn.Module) -> None:
+    """Autograd chooses the formula of ``mm`` by strides."""
+    model[0].weight.data = model[0].weight.data.t()
+
+
 def add_hook(model: nn.Module) -> None:
     model[0].register_forward_hook(lambda module, args, output: output * 2)
 
@@ -157,6 +162,10 @@ def add_hook(model: nn.Module) -> None:
             lambda model: model.to("meta"),
             "'0.weight' was torch.float32[4, 4] on cpu {was}torch.float32[4, 4] on meta now",
         ),
+        (
+            transpose,
+            "'0.weight' was {kind}, strides [4, 1] {was}{kind}, strides [1, 4] now",
+        ),
         (add_hook, "'0.hooks' was () {was}(7) now"),
         (
             lambda model: model.append(nn.ReLU()),
@@ -170,8 +179,26 @@ def test_changes_after_the_capture(change: Callable[[nn.Module], Any], message: 
     step(X)
     change(model)
     message = message.replace("{was}", "when the step was captured, and is ")
+    message = message.replace("{kind}", "torch.float32[4, 4] on cpu")
     message = message.replace("(7)", f"({next(iter(model[0]._forward_hooks), 0)})")
     assert refused(lambda: step(X)) == f"{message}; capture the step again, or undo the change"
+
+
+def test_a_trained_buffer() -> None:
+    """Not one that forward leaves with its history, as a statistic of the batch."""
+    model = nn.Sequential(nn.BatchNorm1d(4))
+    step = captured(model)
+    model[0].running_mean = model(X).sum(0)
+    step(X)
+    model[0].running_mean = torch.zeros(4, requires_grad=True)
+    assert refused(lambda: step(X)) == (
+        "buffer '0.running_mean' had requires_grad=False when the step was captured, and has True now; capture the "
+        "step again, or undo the change"
+    )
+    assert refused(lambda: captured(model)) == (
+        "buffer '0.running_mean' requires a gradient, and a captured step fills those of parameters; make it an "
+        "nn.Parameter, or detach it"
+    )
 
 
 def test_an_untied_weight() -> None:

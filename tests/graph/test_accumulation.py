@@ -195,3 +195,23 @@ def test_a_step_that_was_made_of_a_trace() -> None:
         step.cuts = None
         model.set_requires_gradient_sync(False)
         assert refused(lambda: step(X)).startswith("gradients wait in FSDP2 to be reduced, or are to wait (set_")
+
+
+class AddsViews(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.place, self.kind = (nn.Parameter(torch.ones(2, 4)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x[None] + (self.place[None] + self.kind[None])).relu()
+
+
+def test_gradients_that_wait_and_are_views_of_one_tensor() -> None:
+    with fake_process_group(2):
+        model = fully_shard(AddsViews(), mesh=dist.init_device_mesh("cpu", (2,)))
+        step = capture_train_step(loss_fn, model, X, check=False)
+        step(X)
+        step.accumulate(X)
+        assert refused(lambda: step(X)).startswith(
+            "the gradients of 'place' and 'kind', which wait in FSDP2 to be reduced, are views of one tensor"
+        )

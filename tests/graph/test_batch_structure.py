@@ -145,6 +145,39 @@ def test_what_a_tokenizer_keeps_beside_its_encodings() -> None:
     assert_as_eager(captured(batch), batch)
 
 
+class Masked(dict[str, Any]):
+    _scale = 1.0
+
+
+@dataclasses.dataclass
+class Halved:
+    x: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self._scale = 0.5
+
+
+@pytest.mark.parametrize("make", [lambda x: Masked(x=x), Halved])
+def test_private_attributes(make: Callable[[torch.Tensor], Any]) -> None:
+    """Once, a step took what the class has for what the batch has."""
+
+    def scaled(model: nn.Module, batch: Any) -> torch.Tensor:
+        x = batch["x"] if isinstance(batch, dict) else batch.x
+        return model(x * batch._scale).sum()
+
+    batches = [make(X), make(X)]
+    for batch in batches:
+        batch._scale = 3.0
+    step = captured(batches[0], scaled)
+    assert_as_eager(step, batches[1], scaled)
+    batches[1]._scale = 2.0
+    with pytest.raises(BatchMismatchError) as caught:
+        step(batches[1])
+    assert str(caught.value) == (
+        "batch[0]._scale was 3.0 in the captured batch, and is 2.0; capture a step for this structure"
+    )
+
+
 def test_one_tensor_given_twice_at_the_capture() -> None:
     """As labels often are the inputs; later they are not."""
 
@@ -153,6 +186,27 @@ def test_one_tensor_given_twice_at_the_capture() -> None:
 
     step = captured({"x": X, "labels": X}, loss_fn)
     assert_as_eager(step, {"x": X, "labels": Y[:1].expand(2, 4).contiguous()}, loss_fn)
+
+
+def attend(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Computes one product where all three are one tensor, as attention does, and three where they are not."""
+    x, y = batch["x"], batch["y"]
+    return model(x).square().mean() if y is x else (model(x) * model(y)).mean()
+
+
+def test_whether_two_leaves_are_one_tensor_decides() -> None:
+    for first in (X, Y):
+        step = captured({"x": X, "y": first}, attend)
+        for y, num_captures in ((first, 1), (X if first is Y else Y, 2), (first, 2)):
+            assert_as_eager(step, {"x": X, "y": y}, attend)
+            assert len(step.captures) == num_captures
+    step = capture_train_step(attend, nn.Linear(4, 2), {"x": X, "y": Y}, recapture=False)
+    with pytest.raises(CaptureError) as caught:
+        step({"x": X, "y": X})
+    assert str(caught.value) == (
+        "batch[0]['x'] and batch[0]['y'] are one tensor, and were two when the step was captured. Capture it with "
+        "recapture=True, or capture a step for each of these cases"
+    )
 
 
 def nested(x: torch.Tensor) -> dict[str, Any]:

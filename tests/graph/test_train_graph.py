@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -104,6 +105,46 @@ def test_gradients_of_one_node_are_separate_tensors() -> None:
     step(x)
     step(x)
     assert model.a.grad.tolist() == model.b.grad.tolist() == (2 * x).tolist()
+
+
+VIEWS: dict[str, Callable[[nn.Module], torch.Tensor]] = {
+    "two": lambda model: model.a.view(1, 3) + model.b.view(1, 3),
+    "one": lambda model: model.a.view(1, 3) + model.b,
+    "of a view": lambda model: model.a.view(1, 3) + model.b.view(3, 1).t().view(1, 3),
+}
+
+
+@pytest.mark.parametrize("add", VIEWS.values(), ids=[*VIEWS])
+def test_gradients_that_are_views_of_one_tensor(add: Callable[[nn.Module], torch.Tensor]) -> None:
+    """Eager adds to both what it adds to either, and clips both twice, if both are views."""
+    model, eager, x = Pair(), Pair(), torch.tensor([1.0, 2.0, 3.0])
+    step = capture_train_step(lambda model, x: (add(model) * x).sum(), model, x)
+    for _ in range(2):
+        step(x)
+        (add(eager) * x).sum().backward()
+    for each in (model, eager):
+        nn.utils.clip_grad_norm_(each.parameters(), 1.0)
+    for name in ("a", "b"):
+        assert same_bits(getattr(model, name).grad, getattr(eager, name).grad)
+
+
+class ReturnsItsInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return (weight * x).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.saved_tensors[0].mul_(gradient), None
+
+
+def test_a_gradient_that_the_batch_holds() -> None:
+    model, x = Pair(), torch.ones(3)
+    step = capture_train_step(lambda model, x: ReturnsItsInput.apply(model.a, x), model, x)
+    step(x)
+    model.a.grad.zero_()
+    assert x.tolist() == [1.0] * 3
 
 
 def test_expanded_gradient_accumulates() -> None:

@@ -92,6 +92,10 @@ class Items(dict[str, Any]):
     scale: float
 
 
+class Defaults(list[Any]):
+    scale = 1.0
+
+
 class Described(Settings):
     def weight(self) -> float:
         return 1.0
@@ -179,6 +183,7 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], A
     ),
     "UserDict": (lambda: UserDict(k=1.0), lambda v: v["k"], lambda v: v.update(k=2.0)),
     "a subclass of dict": (lambda: with_scale(Items()), scale_of, set_scale),
+    "a default of a subclass of list": (Defaults, scale_of, set_scale),
     "a tuple of namespaces": (
         lambda: Pair(SimpleNamespace(scale=1.0)),
         lambda v: v.first.scale,

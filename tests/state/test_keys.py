@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 
 from graphpasses.state.hyperparameters import is_number, numbers_of, with_numbers
-from graphpasses.state.keys import key_of
+from graphpasses.state.keys import are_alike, key_of
 from graphpasses.state.optimizers import Optimizers
 from graphpasses.state.slots import Asked, read
 
@@ -13,6 +20,53 @@ from graphpasses.state.slots import Asked, read
 def test_keys() -> None:
     assert key_of([1, 2.0]) != key_of([1, 2])
     assert key_of([1, {"a": None}]) == key_of([1, {"a": None}])
+
+
+class Scale:
+    __slots__ = ("factor",)
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def apply(self, x: float) -> float:
+        return self.factor * x
+
+
+def recursive(factor: float) -> Callable[[int], float]:
+    def power(n: int) -> float:
+        return factor * power(n - 1) if n else 1.0
+
+    return power
+
+
+def with_default(factor: float) -> Callable[[float], float]:
+    return lambda x, factor=factor: x * factor
+
+
+HELD: dict[str, Callable[[float], Any]] = {
+    "a closure": lambda factor: lambda x: x * factor,
+    "a closure that holds itself": recursive,
+    "a default": with_default,
+    "a method": lambda factor: Scale(factor).apply,
+    "a partial": lambda factor: partial(pow, factor),
+    "an object of torch": lambda factor: torch.distributions.Normal(torch.tensor(0.0), torch.tensor(factor)),
+    "a namespace in a dict": lambda factor: {"a": SimpleNamespace(scale=Scale(factor))},
+    "an object of C": lambda factor: [re.compile(str(factor))],
+}
+
+
+@pytest.mark.parametrize("make", HELD.values(), ids=[*HELD])
+def test_what_models_built_alike_hold(make: Callable[[float], Any]) -> None:
+    assert are_alike(make(2.0), make(2.0), {})
+    assert not are_alike(make(2.0), make(3.0), {})
+
+
+def test_what_is_itself_alone() -> None:
+    """A step draws from the generator, and runs the module, that it was captured with."""
+    for make in (torch.Generator, torch.nn.ReLU):
+        assert not are_alike(partial(print, make()), partial(print, make()), {})
+    own, other = torch.nn.ReLU(), torch.nn.ReLU()
+    assert are_alike(own.forward, other.forward, {(id(own), id(other)): None})
 
 
 def test_read() -> None:

@@ -40,9 +40,10 @@ class Block(nn.Module):
 
     default = 1.5
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, scale: float = 2.0) -> None:
         super().__init__()
         self.linear, self.config = nn.Linear(4, 4), config
+        self.scaled = lambda x: x * scale
         self.activation = functional.relu
         self.sizes = [1, 2]
         self.dtype = torch.float32
@@ -55,7 +56,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen = tuple(x.shape)
-        y = self.activation(self.linear(x.to(self.dtype))) + self.shift
+        y = self.scaled(self.activation(self.linear(x.to(self.dtype)))) + self.shift
         if self.config.use_scale:
             y = y * self.config.scaling["factor"] * self.sizes[1]
         if getattr(self, "halved", False):
@@ -91,6 +92,10 @@ CHANGES: list[tuple[Callable[[nn.Module], Any], str]] = [
     (set_attribute(1, "p", 0.9), was("1.p", "0.0", "0.9")),
     (set_attribute(1, "p", -0.0), was("1.p", "0.0", "-0.0")),
     (lambda model: model.__setitem__(1, nn.Dropout(0.9)), was("1.p", "0.0", "0.9")),
+    (
+        lambda model: model.__setitem__(0, Block(model[2].config, 3.0)),
+        "'0.scaled' is another object now",
+    ),
     (set_attribute(1, "inplace", 0), was("1.inplace", "False", "0")),
     (set_attribute(0, "dtype", torch.bfloat16), was("0.dtype", "torch.float32", "torch.bfloat16")),
     (set_attribute(0, "default", 2.5), was("0.default", "1.5", "2.5")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from graphpasses.capture import capture_train_step
@@ -55,6 +57,18 @@ def changed(change: Callable[[Any], object], before: Any, after: Any) -> Iterato
             "False",
             "True",
         ),
+        (
+            lambda: changed(partial(torch.set_autocast_dtype, "cpu"), torch.bfloat16, torch.float16),
+            "torch.get_autocast_dtype('cpu')",
+            "torch.bfloat16",
+            "torch.float16",
+        ),
+        (
+            lambda: changed(torch.set_autocast_cache_enabled, True, False),
+            "torch.is_autocast_cache_enabled()",
+            "True",
+            "False",
+        ),
         (lambda: torch.device("meta"), "torch.get_default_device()", "cpu", "meta"),
         (
             lambda: sdpa_kernel([SDPBackend.MATH]),
@@ -79,6 +93,12 @@ def changed(change: Callable[[Any], object], before: Any, after: Any) -> Iterato
             "'torch.autograd.graph.saved_tensors_hooks'",
             "()",
             "a tuple of 2",
+        ),
+        (
+            parametrize.cached,
+            "torch.nn.utils.parametrize.cached()",
+            "False",
+            "True",
         ),
         (
             Watching,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -74,6 +75,8 @@ def _reject_reason(graph: TrainGraph, update: Update, stored: Nodes, gradients: 
     if sum(1 for _ in graph.parameter_placeholders()) > len(stored):
         return "a parameter is read under several names; run deduplicate-shared"
     memory = storages(*stored.values())
+    if shared := _find_shared(graph, update.gradients):
+        return "{!r} and {!r} share memory".format(*shared)
     for item, node in zip(update.inputs, update.module.graph.find_nodes(op="placeholder"), strict=True):
         if item.kind is not InputKind.GRADIENT:
             continue
@@ -88,6 +91,20 @@ def _reject_reason(graph: TrainGraph, update: Update, stored: Nodes, gradients: 
         if not (parameter.is_contiguous() or _is_laid_out_as(gradient, parameter)):
             return f"the gradient of {item.fqn!r} is laid out otherwise than the parameter"
     return ""
+
+
+def _find_shared(graph: TrainGraph, updated: Collection[str]) -> tuple[str, str] | None:
+    """Returns a parameter that is updated, and another input of its memory, as ``a.data = b.data`` leaves them."""
+    by_memory: dict[Any, list[str]] = defaultdict(list)
+    for item, node in zip(graph.inputs, graph.placeholders, strict=True):
+        for memory in storages(node) if item.is_state else ():
+            by_memory[memory].append(item.fqn)
+    for fqns in by_memory.values():
+        fqn = next((each for each in fqns if each in updated), None)
+        other = next((each for each in fqns if each != fqn), None)
+        if fqn is not None and other is not None:
+            return fqn, other
+    return None
 
 
 def _is_laid_out_as(gradient: fx.Node, parameter: torch.Tensor) -> bool:

@@ -85,6 +85,20 @@ def ancestors(node: fx.Node) -> set[fx.Node]:
     return found
 
 
+def test_parameters_of_one_memory() -> None:
+    """Who ties by ``.data`` has two parameters: an update of one is seen by what still reads the other."""
+    model, eager = build(), build()
+    for each in (model, eager):
+        each[1].weight.data = each[0].weight.data
+    num_parts, notes, step = run(capture(model, SGD(model.parameters(), 0.1)))
+    assert num_parts == 0
+    assert notes == ("parameters are updated after the backward: '0.weight' and '1.weight' share memory",)
+    step(X)
+    loss_fn(eager, X).backward()
+    SGD(eager.parameters(), 0.1).step()
+    assert all(map(same_bits, model.parameters(), eager.parameters()))
+
+
 def test_a_second_run_changes_nothing() -> None:
     model = build()
     *_, step = run(capture(model, AdamW(model.parameters())))
