@@ -211,13 +211,16 @@ class BatchStructure:
 
     def make(self, items: Mapping[Any, Any]) -> Any:
         assert self.kind is not None
-        if self.spec is not None:
-            fields = self.library.fields_of(self.kind) or items
-            return pytree.tree_unflatten([items.get(field) for field in fields], self.spec)
         kind: Any = self.kind
-        is_mapping = issubclass(kind, Mapping)
-        made = kind(items) if is_mapping else kind.__new__(kind)  # the __init__ of others may compute
-        for name, item in (self.own if is_mapping else {**items, **self.own}).items():
+        attributes = self.own
+        if self.spec is not None:
+            fields = self.library.fields_of(kind) or items
+            made: Any = pytree.tree_unflatten([items.get(field) for field in fields], self.spec)
+        elif issubclass(kind, Mapping):
+            made = kind(items)
+        else:  # its __init__ may compute
+            made, attributes = kind.__new__(kind), {**items, **self.own}
+        for name, item in attributes.items():
             object.__setattr__(made, name, item)
         return made
 
@@ -266,7 +269,7 @@ def _check_that_it_is_made(structure: BatchStructure, items: Mapping[Any, Any]) 
 
 def _own_attributes(structure: BatchStructure, value: Any, items: Mapping[Any, Any]) -> dict[str, Any]:
     """Returns the private attributes that a container has beside its items, if they are plain; refuses others."""
-    if structure.spec is not None and not issubclass(type(value), Mapping):
+    if structure.spec is not None and not issubclass(type(value), (Mapping, tuple)):
         return {}  # whoever registered it with pytree says what there is
     # UserDict has its items in `data`; BatchEncoding keeps its tokenizer's private ones.
     state = getattr(value, "__dict__", {}).items()

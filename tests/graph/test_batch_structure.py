@@ -157,7 +157,11 @@ class Halved:
         self._scale = 0.5
 
 
-@pytest.mark.parametrize("make", [lambda x: Masked(x=x), Halved])
+class Labelled(Named):
+    """A named tuple that has attributes, too."""
+
+
+@pytest.mark.parametrize("make", [lambda x: Masked(x=x), Halved, lambda x: Labelled(x, Y)])
 def test_private_attributes(make: Callable[[torch.Tensor], Any]) -> None:
     """Once, a step took what the class has for what the batch has."""
 
@@ -307,7 +311,7 @@ def test_what_a_registered_container_knows() -> None:
     )
 
 
-@pytest.mark.parametrize("make", [lambda: Pair(X, Y), lambda: Items(x=X, y=Y)])
+@pytest.mark.parametrize("make", [lambda: Pair(X, Y), lambda: Items(x=X, y=Y), lambda: Labelled(X, Y)])
 def test_attributes_beside_the_items(make: Callable[[], Any]) -> None:
     batch = make()
     batch.factor = 3
