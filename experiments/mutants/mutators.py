@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from experiments.mutants.edits import Copy, Edit, alike, calls, insert_after, reads
 from graphpasses.graph import TrainGraph, is_collective
@@ -365,7 +366,7 @@ def other_strides(graph: TrainGraph) -> Iterator[Edit]:
         return copy.after(dense, aten.transpose.int, dense, 0, 1)
 
     def is_matrix(value: torch.Tensor) -> bool:
-        return value.dim() > 1 and min(value.shape[:2]) > 1
+        return value.dim() > 1 and all(statically_known_true(size > 1) for size in value.shape[:2])
 
     yield from _insert(graph, "strides", "lies transposed", transpose, where=is_matrix)
 
