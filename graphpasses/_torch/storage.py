@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
+from graphpasses._torch import pytree
 from graphpasses._torch.operator_facts import read_tensors
 
 _PIECE = 32 << 20  # bytes
@@ -23,6 +25,15 @@ def addresses(value: Any) -> Iterator[int]:
     for each in read_tensors(value):
         if isinstance(each, Tensor) and each.layout is torch.strided:
             yield each.untyped_storage().data_ptr()
+
+
+def memories(value: Any) -> set[StorageWeakRef]:
+    """Returns the memory of the tensors in a value, fake or not."""
+    return {
+        StorageWeakRef(each.untyped_storage())  # type: ignore[no-untyped-call]
+        for each in pytree.tree_leaves(value)
+        if isinstance(each, Tensor) and each.layout is torch.strided
+    }
 
 
 def times_written(value: Any) -> int:

@@ -8,12 +8,11 @@ Inductor: other gradients, without a word).
 from __future__ import annotations
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch._functorch._aot_autograd import descriptors
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graphpasses._torch import pytree
+from graphpasses._torch.storage import memories
 
 
 def keep_reads_of_written(module: fx.GraphModule) -> None:
@@ -23,7 +22,9 @@ def keep_reads_of_written(module: fx.GraphModule) -> None:
     while pending:
         node = pending.pop()
         for user in node.users.keys() - seen:
-            if user.op == "call_function" and _memory(user) & _memory(node):  # a view, of what will be written
+            if user.op == "call_function" and memories(user.meta.get("val")) & memories(
+                node.meta.get("val")
+            ):  # a view, of what will be written
                 seen.add(user)
                 pending.append(user)
             else:  # what is checkpointed eager, too, computes again, of what was written
@@ -59,8 +60,3 @@ def _written(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         if isinstance(value, fx.Node) and value not in backward:
             written[node] = value
     return written
-
-
-def _memory(node: fx.Node) -> set[StorageWeakRef]:
-    tensors = (each for each in pytree.tree_leaves(node.meta.get("val")) if isinstance(each, Tensor))
-    return {StorageWeakRef(each.untyped_storage()) for each in tensors}  # type: ignore[no-untyped-call]

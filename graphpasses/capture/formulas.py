@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx
@@ -23,11 +24,10 @@ from graphpasses.ops.eager_gradient import EAGER_GRADIENT, MASKED_SUM
 
 aten = torch.ops.aten
 
-_LOOK = {
+_LOOK = (
     *(aten.max.default, aten.min.default, aten.median.default, aten.nanmedian.default),
     *(aten.prod.default, aten.prod.dim_int, aten.cumprod.default),
-}
-_FILL = {aten.masked_fill.Tensor, aten.masked_fill_.Tensor}
+)
 
 
 def give_eagers_formulas(graph: fx.Graph, is_backward: Callable[[fx.Node], bool] = is_backward) -> None:
@@ -35,7 +35,7 @@ def give_eagers_formulas(graph: fx.Graph, is_backward: Callable[[fx.Node], bool]
 
     ``is_backward`` says which nodes backward computes.
     """
-    if not any(graph.find_nodes(op="call_function", target=each) for each in _LOOK | _FILL):
+    if not any(graph.find_nodes(op="call_function", target=each) for each in _FORMULAS):
         return
     # What computes no gradient has the number of what did before.
     calls: dict[object, fx.Node] = {}
@@ -45,16 +45,16 @@ def give_eagers_formulas(graph: fx.Graph, is_backward: Callable[[fx.Node], bool]
             continue
         if not is_backward(node):
             calls.setdefault(node.meta["seq_nr"], node)
-        elif (call := calls.get(node.meta["seq_nr"])) is not None and call.target in _LOOK | _FILL:
+        elif (call := calls.get(node.meta["seq_nr"])) is not None and call.target in _FORMULAS:
             formulas[call].append(node)
     for call, nodes in formulas.items():
-        if call.target in _FILL:
-            _add_filled(graph, nodes)
-        else:
-            _replace(graph, call, nodes, is_backward)
+        _FORMULAS[call.target](graph, call, nodes, is_backward)
 
 
-def _add_filled(graph: fx.Graph, formula: list[fx.Node]) -> None:
+_IsBackward = Callable[[fx.Node], bool]
+
+
+def _add_filled(graph: fx.Graph, call: fx.Node, formula: list[fx.Node], is_backward: _IsBackward) -> None:
     for total in [node for node in formula if node.target is aten.sum.default]:
         where = argument(total)
         if where.target is aten.where.self and where in formula:
@@ -67,7 +67,7 @@ def _add_filled(graph: fx.Graph, formula: list[fx.Node]) -> None:
             graph.erase_node(where)
 
 
-def _replace(graph: fx.Graph, call: fx.Node, formula: list[fx.Node], is_backward: Callable[[fx.Node], bool]) -> None:
+def _replace(graph: fx.Graph, call: fx.Node, formula: list[fx.Node], is_backward: _IsBackward) -> None:
     inside = set(formula)
     operands = {each for node in formula for each in node.all_input_nodes} - inside
     given = [each for each in operands if is_backward(each) or each.target is EAGER_GRADIENT]
@@ -87,3 +87,10 @@ def _replace(graph: fx.Graph, call: fx.Node, formula: list[fx.Node], is_backward
     result.replace_all_uses_with(found)
     for node in reversed(formula):
         graph.erase_node(node)
+
+
+# How eager's formula of an operator takes the place of the traced one.
+_FORMULAS: dict[Any, Callable[[fx.Graph, fx.Node, list[fx.Node], _IsBackward], None]] = {
+    **dict.fromkeys(_LOOK, _replace),
+    **dict.fromkeys((aten.masked_fill.Tensor, aten.masked_fill_.Tensor), _add_filled),
+}

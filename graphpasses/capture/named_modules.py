@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from graphpasses.state.calls import names_of
-from graphpasses.state.keys import CONTAINERS, MAX_ITEMS, attributes_of
+from graphpasses.state.keys import CONTAINERS, MAX_ITEMS, attributes_of, read_cell
 from graphpasses.state.origin import is_users
 
 
@@ -41,7 +41,7 @@ def _reached(value: Any, names: dict[str, None]) -> Iterator[Any]:
         if is_users(value):
             globals_ = _globals_of(value.__code__, names)
             yield from (value.__globals__[name] for name in globals_ if name in value.__globals__)
-            yield from (cell.cell_contents for cell in value.__closure__ or ())
+            yield from map(read_cell, value.__closure__ or ())
             yield from (value.__defaults__ or ())
     else:
         own = attributes_of(value) or {}

@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from graphpasses._torch.schemas import inner_names, is_tensor_subclass
+from graphpasses._torch.storage import memories
 from graphpasses.capture.guards import is_literal
 from graphpasses.capture.random_state import RandomCalls, find_random_fault
 from graphpasses.capture.refusals import OTHER_MEMORY, WRITE_IN_PLACE
 from graphpasses.errors import CaptureError
 from graphpasses.graph import CapturedStep, OutputKind
-from graphpasses.graph.nodes import memories, named_call
+from graphpasses.graph.nodes import named_call
 from graphpasses.identity import named_state
 from graphpasses.state.left_tensors import held_tensors, read_before
 

@@ -123,8 +123,9 @@ def compile_regions(module: fx.GraphModule, kernels: dict[Hashable, Kernel]) -> 
             stage(f"compiles kernel {index} of {len(missing)}")
             with _COMPILES:
                 kernels[key] = part.compile()
-        stage("runs kernels beside eager's operators")
-        _check_bits(regions, kernels, set(missing))
+        if missing:
+            stage("runs kernels beside eager's operators")
+            _check_bits(regions, kernels, set(missing))
     graph = copy_graph(module.graph)
     copies = dict(zip(module.graph.nodes, graph.nodes, strict=True))
     root: dict[str, Any] = {}
@@ -174,13 +175,16 @@ def _check_bits(regions: Sequence[Calls | Updates], kernels: dict[Hashable, Kern
 
     On one machine it is asked once: what is equal is kept on disk.
     """
-    checked = read_kept("exact_kernels")
-    found = dict.fromkeys(checked, True)
+    known, equal = read_kept("exact_kernels"), dict[str, bool]()
+    seen: set[Hashable] = set()
     for calls in regions:
-        keys = {part.key(): None for part in calls.columns}
-        names = [kernels[key].name for key in keys]
-        name = sha256(str((torch.get_num_threads(), *keys, *names)).encode()).hexdigest()
-        if name in found or compiled.isdisjoint(keys):
+        keys = tuple(part.key() for part in calls.columns)
+        if keys in seen or compiled.isdisjoint(keys):
+            continue
+        seen.add(keys)
+        names = [kernels[key].name for key in dict.fromkeys(keys)]
+        name = sha256(str((torch.get_num_threads(), keys, names)).encode()).hexdigest()
+        if name in known:
             continue
         if difference := calls.find_difference(kernels):
             for key in compiled:
@@ -190,6 +194,6 @@ def _check_bits(regions: Sequence[Calls | Updates], kernels: dict[Hashable, Kern
                 f"and report the operators: {', '.join(map(named_call, calls.nodes))}"
             )
         if all(names):
-            found[name] = True
-    if len(found) > len(checked):
-        keep("exact_kernels", found)
+            equal[name] = True
+    if equal:
+        keep("exact_kernels", equal)

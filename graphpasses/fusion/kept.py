@@ -14,7 +14,7 @@ import torch
 
 from graphpasses._torch import exact_kernels
 from graphpasses._torch.exact_kernels import cache_folder, compiler_version
-from graphpasses.fusion import adversarial, exact_operators
+from graphpasses.source_digest import digest_of_sources
 
 
 def read_kept(name: str) -> dict[str, bool]:
@@ -39,7 +39,7 @@ def _path(name: str) -> Path:
 
 @functools.cache
 def _digest() -> str:
-    """Returns a digest of what kernels depend on: torch, the compiler, what the processor has, our own code."""
+    """Returns a digest of what was compared depends on: torch, the compiler, what the processor has, our own code."""
     parts = [torch.__version__, torch.backends.cpu.get_cpu_capability(), str(torch.cpu.get_capabilities())]
-    parts += [compiler_version(), *map(inspect.getsource, (exact_kernels, exact_operators, adversarial))]
+    parts += [compiler_version(), inspect.getsource(exact_kernels), digest_of_sources(str(Path(__file__).parent))]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

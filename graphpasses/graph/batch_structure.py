@@ -11,7 +11,7 @@ import torch
 
 from graphpasses._torch import pytree
 from graphpasses.errors import BatchMismatchError, CaptureError
-from graphpasses.state.keys import key_of
+from graphpasses.state.keys import Key, key_of
 
 _LEAVES = (torch.Tensor, int, float, bool, str, type(None))
 
@@ -81,9 +81,8 @@ class BatchStructure:
     # How pytree makes the container from its items; None for mappings and dataclasses that it does not know.
     spec: pytree.TreeSpec | None = None
     library: Containers = AS_PYTREE_SAYS  # whose container it is
-    own: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # its private attributes beside its items that are plain, when captured
+    # Its private attributes beside its items that are plain, each with the key that it had in the captured batch.
+    own: Mapping[str, tuple[Any, Key]] = field(default_factory=dict)
     # Of a whole batch, by which keys the items are reached that loss_fn takes out of mappings, as `pop` does.
     taken: tuple[tuple[Any, ...], ...] = ()
     # Of a whole batch, which leaves are one tensor, by which code may decide (`k is v`); () where it does not count.
@@ -142,10 +141,9 @@ class BatchStructure:
         elif spec != self.spec and not issubclass(self.kind, Mapping):  # of mappings, the keys were compared
             raise BatchMismatchError(f"{self.path} was {self.spec} in the captured batch, and is {spec}; {_AGAIN}")
         own = _own_attributes(self, value, items)
-        for name, (was, now) in {
-            n: (key_of(self.own.get(n)), key_of(own.get(n))) for n in {**self.own, **own}
-        }.items():
-            if was.is_plain and was != now:
+        for name in {**self.own, **own}:
+            was, now = (each.get(name, (None, key_of(None)))[1] for each in (self.own, own))
+            if was != now:
                 raise BatchMismatchError(
                     f"{self.path}.{name} was {was} in the captured batch, and is {now}; {_AGAIN}"
                 )
@@ -212,14 +210,14 @@ class BatchStructure:
     def make(self, items: Mapping[Any, Any]) -> Any:
         assert self.kind is not None
         kind: Any = self.kind
-        attributes = self.own
+        attributes = {name: value for name, (value, _) in self.own.items()}
         if self.spec is not None:
             fields = self.library.fields_of(kind) or items
             made: Any = pytree.tree_unflatten([items.get(field) for field in fields], self.spec)
         elif issubclass(kind, Mapping):
             made = kind(items)
         else:  # its __init__ may compute
-            made, attributes = kind.__new__(kind), {**items, **self.own}
+            made, attributes = kind.__new__(kind), {**items, **attributes}
         for name, item in attributes.items():
             object.__setattr__(made, name, item)
         return made
@@ -267,8 +265,8 @@ def _check_that_it_is_made(structure: BatchStructure, items: Mapping[Any, Any]) 
         raise refusal
 
 
-def _own_attributes(structure: BatchStructure, value: Any, items: Mapping[Any, Any]) -> dict[str, Any]:
-    """Returns the private attributes that a container has beside its items, if they are plain; refuses others."""
+def _own_attributes(structure: BatchStructure, value: Any, items: Mapping[Any, Any]) -> dict[str, tuple[Any, Key]]:
+    """Returns a container's plain private attributes beside its items, with their keys; refuses public ones."""
     if structure.spec is not None and not issubclass(type(value), (Mapping, tuple)):
         return {}  # whoever registered it with pytree says what there is
     # UserDict has its items in `data`; BatchEncoding keeps its tokenizer's private ones.
@@ -280,4 +278,4 @@ def _own_attributes(structure: BatchStructure, value: Any, items: Mapping[Any, A
                 f"{structure.path}, a {type(value).__name__}, has the attribute {name!r} beside its items, which a "
                 "captured step would not see; make it an item, or pass a plain dict"
             )
-    return {name: each for name, each in own.items() if key_of(each).is_plain}
+    return {name: (each, key) for name, each in own.items() if (key := key_of(each)).is_plain}

@@ -15,10 +15,9 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import rebind_unbacked
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphpasses._torch import pytree
 from graphpasses._torch.fake_mode import fake_call, fake_mode_of, is_fake, outside_tracing
 from graphpasses._torch.schemas import given_arguments, schemas, writes_arguments
-from graphpasses._torch.storage import times_written
+from graphpasses._torch.storage import memories, times_written
 from graphpasses.ops.reduce_in_tree import ALL_REDUCE_IN_TREE, REDUCE_SCATTER_IN_TREE
 
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
@@ -172,14 +171,6 @@ def fake_value(node: fx.Node) -> Any:
 def storages(*nodes: fx.Node) -> set[StorageWeakRef]:
     """Returns the memory of nodes' fake values, which overlapping inputs, and some operators, share unsaid."""
     return memories([node.meta.get("val") for node in nodes])
-
-
-def memories(value: Any) -> set[StorageWeakRef]:
-    return {
-        StorageWeakRef(each.untyped_storage())  # type: ignore[no-untyped-call]
-        for each in pytree.tree_leaves(value)
-        if isinstance(each, torch.Tensor) and each.layout is torch.strided
-    }
 
 
 def views(node: fx.Node) -> list[fx.Node]:

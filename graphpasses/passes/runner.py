@@ -29,6 +29,7 @@ from graphpasses.graph.rules import Verifier
 from graphpasses.passes.graph_diff import diff_lines, read_lines
 from graphpasses.progress import stage, stages_shown
 from graphpasses.proof.prove import prove_as
+from graphpasses.source_digest import digest_of_sources
 
 __all__ = ["GraphPass", "Numerics", "PassReport", "Pipeline", "PipelineReport"]
 
@@ -70,7 +71,7 @@ class GraphPass(abc.ABC):
         module = sys.modules[type(self).__module__]
         package = getattr(sys.modules.get(module.__name__.partition(".")[0]), "__path__", ())
         folders = dict.fromkeys([str(Path(__file__).parents[1]), *package])
-        sources = [inspect.getsource(module), *map(_digest_of_sources, folders)]
+        sources = [inspect.getsource(module), *map(digest_of_sources, folders)]
         return hashlib.sha256("\n".join([self.name, *sources, repr(self)]).encode()).hexdigest()
 
     def as_function(
@@ -98,15 +99,6 @@ class GraphPass(abc.ABC):
         run.__name__ = re.sub(r"\W", "_", self.name) + "_pass"
         run.__doc__ = inspect.getdoc(self)
         return run
-
-
-@functools.cache
-def _digest_of_sources(folder: str) -> str:
-    """Returns a digest of all Python files below a folder, as they were when it was first asked for."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(folder).rglob("*.py")):
-        digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
-    return digest.hexdigest()
 
 
 @dataclass(frozen=True)

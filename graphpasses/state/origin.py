@@ -16,6 +16,7 @@ from typing import Any
 
 # Never the user's, wherever they lie: a source tree of torch has no distribution.
 _NEVER = frozenset({"torch", "torchgen", "functorch", "graphpasses"})
+# Python's own modules have no distribution to ask, and a user's `code.py` has the name of one.
 _STDLIB = tuple(str(Path(sysconfig.get_path(name))) for name in ("stdlib", "platstdlib"))
 
 

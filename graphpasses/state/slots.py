@@ -93,7 +93,7 @@ _KINDS: tuple[_Row, ...] = (
     ((dict, type(os.environ)), lambda owner, name: owner.get(name, MISSING), _write_item),
     (
         CellType,  # one that is empty has a name that is set later
-        lambda owner, name: _read_attribute(owner, "cell_contents"),
+        lambda owner, name: keys.read_cell(owner),
         lambda owner, name, value: _write_attribute(owner, "cell_contents", value),
     ),
     (

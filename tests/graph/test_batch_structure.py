@@ -182,6 +182,15 @@ def test_private_attributes(make: Callable[[torch.Tensor], Any]) -> None:
     )
 
 
+def test_a_private_attribute_that_changes_in_place() -> None:
+    batch = Masked(x=X)
+    batch._scales = [3.0]
+    step = captured(batch, lambda model, batch: model(batch["x"] * batch._scales[0]).sum())
+    step(batch)
+    batch._scales[0] = 2.0
+    assert "batch[0]._scales was [3.0] in the captured batch, and is [2.0]" in refused(lambda: step(batch))
+
+
 def test_one_tensor_given_twice_at_the_capture() -> None:
     """As labels often are the inputs; later they are not."""
 

@@ -351,11 +351,12 @@ def test_uuid_follows_the_sources_of_graphpasses(tmp_path: Path) -> None:
     shutil.copytree(next(iter(graphpasses.__path__)), copied, ignore=shutil.ignore_patterns("*.pyc.*"))
     helper = copied / "analysis" / "levels.py"
     code = f"""
-from graphpasses.passes import PrefetchCollectives, runner
+from graphpasses.passes import PrefetchCollectives
+from graphpasses.source_digest import digest_of_sources
 print(PrefetchCollectives().uuid())
 with open({str(helper)!r}, "a") as helper:
     helper.write("# edited")
-runner._digest_of_sources.cache_clear()  # as in another process
+digest_of_sources.cache_clear()  # as in another process
 print(PrefetchCollectives().uuid())
 """
     run = (sys.executable, "-c", code)
