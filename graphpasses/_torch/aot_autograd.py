@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 from unittest import mock
@@ -16,6 +16,7 @@ from torch._dynamo.variables import TorchInGraphFunctionVariable
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import descriptors
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -252,18 +253,19 @@ def compile_inductor(
 
     @functools.wraps(compile_fx_inner)
     def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        def compile_part(part: fx.GraphModule, fakes: Sequence[Any], places: Sequence[int]) -> Any:
+        def compile_part(
+            part: fx.GraphModule, fakes: Sequence[Any], places: Sequence[int], kept: Collection[int]
+        ) -> Any:
             static = [index for index, at in enumerate(places) if at in kwargs.get("static_input_idxs", ())]
-            return compile_fx_inner(part, fakes, **{**kwargs, "static_input_idxs": static})
+            with _donated(places, kept):
+                return compile_fx_inner(part, fakes, **{**kwargs, "static_input_idxs": static})
 
         is_backward = kwargs.get("is_backward", False)
         rewrites[:] = [stages.backward if is_backward else stages.forward]
         with stages.while_compiling():
-            return (
-                stages.compile_backward(gm, inputs, compile_part)
-                if is_backward
-                else compile_fx_inner(gm, inputs, **kwargs)
-            )
+            if not is_backward:
+                return compile_fx_inner(gm, inputs, **kwargs)
+            return _boxed(stages.compile_backward(gm, inputs, compile_part))
 
     def rewrite_joint(gm: fx.GraphModule) -> None:
         stages.joint(gm)
@@ -289,6 +291,20 @@ def compile_inductor(
             module, inputs, inner_compile=compile_graph, config_patches=patches, decompositions={}
         )
     return cast(Compiled, compiled)
+
+
+@contextmanager
+def _donated(places: Sequence[int], kept: Collection[int]) -> Iterator[None]:
+    """Tells Inductor which inputs of a part it may write over: those of the whole that nothing reads after it."""
+    context = TracingContext.try_get()
+    whole: Any = None if context is None else context.fw_metadata
+    donated = None if whole is None else whole.bw_donated_idxs
+    if not donated:
+        yield
+        return
+    part = [index for index, at in enumerate(places) if at in donated and at not in kept]
+    with mock.patch.object(whole, "bw_donated_idxs", part):
+        yield
 
 
 def _and(theirs: Any, ours: CustomGraphPass) -> Any:

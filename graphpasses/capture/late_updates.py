@@ -15,13 +15,13 @@ from graphpasses.graph.nodes import WAIT, argument, find_collectives, is_collect
 from graphpasses.ops.autograd_functions import alias_tensors
 
 Compiled = Callable[[list[Any]], Any]
-# Given a graph, fake inputs, and for each of them which of the backward's inputs it is, or -1.
-Compile = Callable[[fx.GraphModule, list[Any], list[int]], Compiled]
+# Given a graph, fake inputs, for each of them which of the backward's inputs it is, or -1, and which stay for later.
+Compile = Callable[[fx.GraphModule, list[Any], list[int], Collection[int]], Compiled]
 
 
 def compile_whole(module: fx.GraphModule, inputs: Sequence[Any], compile_graph: Compile) -> Compiled:
     """Compiles a backward graph as it is."""
-    return compile_graph(module, [*inputs], [*range(len(inputs))])
+    return compile_graph(module, [*inputs], [*range(len(inputs))], ())
 
 
 class LateUpdates:
@@ -57,12 +57,12 @@ class LateUpdates:
             return compile_whole(module, inputs, compile_graph)
         (first, first_places), (rest, rest_places), num_outputs = split(module, late)
 
-        def compile_part(part: fx.GraphModule, places: list[int]) -> Compiled:
+        def compile_part(part: fx.GraphModule, places: list[int], kept: Collection[int] = ()) -> Compiled:
             nodes = part.graph.find_nodes(op="placeholder")
             fakes = [node.meta["val"] if at < 0 else inputs[at] for node, at in zip(nodes, places, strict=True)]
-            return compile_graph(part, fakes, places)
+            return compile_graph(part, fakes, places, kept)
 
-        run_first, run_rest = compile_part(first, first_places), compile_part(rest, rest_places)
+        run_first, run_rest = compile_part(first, first_places, rest_places), compile_part(rest, rest_places)
         num_given = sum(at >= 0 for at in rest_places)
 
         def run(values: list[Any]) -> Any:

@@ -61,9 +61,7 @@ def test_it_runs_after_gradients_are_accumulated_and_before_earlier_nodes(is_rea
     """Where a backward does not reach what was made for it, at the end."""
     updates, log = LateUpdates(torch.device("cpu")), []
     layer = nn.Linear(2, 2, bias=False)
-    compiled = updates.compile(
-        make_fx(backward)(*INPUTS), INPUTS, lambda part, _, places: lambda values: part(*values)
-    )
+    compiled = updates.compile(make_fx(backward)(*INPUTS), INPUTS, lambda part, *_: lambda values: part(*values))
     table = torch.zeros(2, 2)
 
     class Graph(torch.autograd.Function):
