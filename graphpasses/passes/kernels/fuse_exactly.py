@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from graphpasses._torch import pytree
+from graphpasses.agreement import CollectiveSequence, Question
 from graphpasses.analysis.dependencies import place_nodes
 from graphpasses.analysis.effects import operator_effects
 from graphpasses.fusion.compiled_regions import compile_regions, layout_of, what_runs
@@ -17,7 +18,6 @@ from graphpasses.fusion.measured import exact_functions, functions_in
 from graphpasses.fusion.regions import Region, functional_target, is_only_view, plan_regions
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.graph.nodes import EXACT_REGION, storages
-from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.passes.runner import GraphPass, Numerics
 
 
@@ -38,10 +38,16 @@ def _measured(graph: TrainGraph) -> frozenset[Function]:
     functions = [(target, dtype) for target in MEASURED for dtype in sorted(LOW, key=str)]
     own = functions_in(graph.graph.nodes)
     exact = exact_functions(own)
-    device = next(iter(graph.model.parameters()), torch.empty(0)).device
-    consensus = RankConsensus.of_graph(graph.graph, device)
-    agreed = consensus.all_ranks([each not in own or each in exact for each in functions])
-    return frozenset(each for each, is_exact in zip(functions, agreed, strict=True) if is_exact and each in own)
+    agreed = CollectiveSequence(graph).agree(_EXACT_ON_ALL, [each not in own or each in exact for each in functions])
+    return frozenset(each for each, on_all in zip(functions, agreed, strict=True) if on_all and each in exact)
+
+
+def _on_all(flags_by_rank: list[list[bool]]) -> list[bool]:
+    return [*map(all, zip(*flags_by_rank, strict=True))]
+
+
+# A rank that knows less than what was agreed fuses less: its collectives stay as they are.
+_EXACT_ON_ALL = Question("fuse-exactly", "functions that are exact", _on_all, lambda agreed, own: "")
 
 
 def _widen_where_read(graph: TrainGraph, regions: tuple[Region, ...]) -> bool:
@@ -135,7 +141,7 @@ class FuseExactly(GraphPass):
 
     name = "fuse-exactly"
     numerics = Numerics.BITWISE
-    stages = frozenset({Stage.STEP})
+    stages = frozenset({Stage.STEP, Stage.FORWARD, Stage.BACKWARD})
     runs_after = frozenset(
         {
             "deduplicate-shared",
@@ -147,6 +153,8 @@ class FuseExactly(GraphPass):
             "schedule-collectives",
             "fuse-table-updates",
             "update-in-backward",
+            "overlap-all-to-all",
+            "reinplace-tbe-updates",
         }
     )
 
