@@ -143,6 +143,7 @@ class Updates:
 
     nodes: tuple[fx.Node, ...]
     columns: tuple[Column, ...]
+    has_fixed_sizes = True
 
     @classmethod
     def of(cls, nodes: Sequence[fx.Node]) -> Updates:

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from graphpasses._torch import pytree
+from graphpasses._torch.symbols import example_size
 from graphpasses.agreement import CollectiveSequence, Question
 from graphpasses.analysis.dependencies import place_nodes
 from graphpasses.analysis.effects import operator_effects
@@ -80,8 +81,8 @@ def _widen_where_read(graph: TrainGraph, regions: tuple[Region, ...]) -> bool:
 
 def _bytes(*nodes: fx.Node) -> int:
     values = pytree.tree_leaves([node.meta.get("val") for node in nodes])
-    sizes = ((value.numel(), value.dtype.itemsize) for value in values if isinstance(value, torch.Tensor))
-    return sum(numel * itemsize for numel, itemsize in sizes if isinstance(numel, int))
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return sum(example_size(value.numel())[0] * value.dtype.itemsize for value in tensors)
 
 
 def _report(graph: fx.Graph, regions: tuple[Region, ...]) -> str:
