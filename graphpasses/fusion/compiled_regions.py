@@ -235,6 +235,7 @@ def _replace(graph: fx.Graph, calls: Calls | Updates, copies: dict[fx.Node, fx.N
         outputs = calls.outputs if isinstance(calls, Calls) else ()  # updates write
         parts = [graph.call_function(operator.getitem, (call, index)) for index in range(len(outputs))]
     for node, part in zip(outputs, parts, strict=True):
+        part.meta["val"] = node.meta["val"]  # later passes read it
         copies[node].replace_all_uses_with(part)
         copies[node] = part
     for node in reversed(nodes):

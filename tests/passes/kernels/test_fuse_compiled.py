@@ -1,4 +1,4 @@
-"""``gp.compile(..., fuse=True)``: the graphs of torch.compile have eager's bits, and exact operators are one kernel."""
+"""``gp.compile(..., fuse=True)``: compiled graphs have eager's bits, and exact operators are one kernel."""
 
 from __future__ import annotations
 
