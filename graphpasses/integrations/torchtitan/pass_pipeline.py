@@ -1,7 +1,8 @@
 """The passes inside torchtitan's graph_trainer: ``--compile.pass_pipeline graphpasses``.
 
 ``graphpasses_fused`` is the same, and then runs groups of operators whose bits are fixed as one kernel each.
-Importing this module registers both; ``python -m graphpasses.commands.train_torchtitan`` runs ``torchtitan.train`` with them.
+Importing this module registers both; ``python -m graphpasses.commands.train_torchtitan`` runs ``torchtitan.train``
+with them.
 """
 
 from __future__ import annotations
