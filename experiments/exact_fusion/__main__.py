@@ -58,12 +58,8 @@ def _table(found: Result, eager: str, plain: str) -> Table:
         table.add_column(column, justify="right")
     for name, what in found.first_difference.items():
         bits = f"differ: {what}" if what else "eager's"
-        cells = (
-            ()
-            if name == GRADIENTS
-            else (*_cells(found.cpu, name, eager, plain), *_cells(found.wall, name, eager, plain))
-        )
-        table.add_row(name, bits, *cells)
+        timings = () if name == GRADIENTS else (found.cpu, found.wall)
+        table.add_row(name, bits, *(cell for each in timings for cell in _cells(each, name, eager, plain)))
     return table
 
 

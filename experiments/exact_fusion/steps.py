@@ -91,8 +91,12 @@ def _make_plain(name: str, model: nn.Module) -> Variant:
     report = CompileReport()
     call = graphpasses.compile(model, report=report, **_OPTIONS[name]) if name in _OPTIONS else model
     variant = _updated(model, torch.optim.AdamW(model.parameters(), foreach=True), _backward(call))
-    notes = (passes["fuse-exactly"].notes for passes in report.by_graph.values() if "fuse-exactly" in str(passes))
-    return replace(variant, report=lambda: "\n".join(note for each in notes for note in each))
+
+    def fused() -> str:
+        passes = [each for graph in report.by_graph.values() for each in graph if each.name == "fuse-exactly"]
+        return "\n".join(note for each in passes for note in each.notes)
+
+    return replace(variant, report=fused)
 
 
 def _backward(call: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
