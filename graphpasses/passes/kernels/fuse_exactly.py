@@ -35,12 +35,19 @@ def _make_functional(graph: TrainGraph) -> None:
 
 
 def _measured(graph: TrainGraph) -> frozenset[Function]:
-    """Returns the functions in a graph whose kernels have eager's bits on the machines of all ranks."""
-    functions = [(target, dtype) for target in MEASURED for dtype in sorted(LOW, key=str)]
+    """Returns the functions in a graph whose kernels have eager's bits on the machines of all ranks.
+
+    Ranks agree on those of a joint graph's halves while they have the joint one: each may compile backward later.
+    """
+    agreed: dict[Function, bool] = graph.remembered.setdefault(_EXACT_ON_ALL, {})
     own = functions_in(graph.graph.nodes)
     exact = exact_functions(own)
-    agreed = CollectiveSequence(graph).agree(_EXACT_ON_ALL, [each not in own or each in exact for each in functions])
-    return frozenset(each for each, on_all in zip(functions, agreed, strict=True) if on_all and each in exact)
+    if graph.stage in (Stage.STEP, Stage.JOINT):
+        functions = [(target, dtype) for target in MEASURED for dtype in sorted(LOW, key=str)]
+        flags = [each not in own or each in exact for each in functions]
+        flags = CollectiveSequence(graph).agree(_EXACT_ON_ALL, flags)
+        agreed.update(zip(functions, flags, strict=True))
+    return frozenset(each for each in exact if agreed.get(each))
 
 
 def _on_all(flags_by_rank: list[list[bool]]) -> list[bool]:
@@ -142,7 +149,7 @@ class FuseExactly(GraphPass):
 
     name = "fuse-exactly"
     numerics = Numerics.BITWISE
-    stages = frozenset({Stage.STEP, Stage.FORWARD, Stage.BACKWARD})
+    stages = frozenset({Stage.STEP, Stage.JOINT, Stage.FORWARD, Stage.BACKWARD})
     runs_after = frozenset(
         {
             "deduplicate-shared",
@@ -160,7 +167,10 @@ class FuseExactly(GraphPass):
     )
 
     def rewrite(self, graph: TrainGraph) -> int:
-        """Rewrites ``graph`` in place; returns the number of kernels."""
+        """Rewrites ``graph`` in place, but for a joint one, whose halves are; returns the number of kernels."""
+        if graph.stage is Stage.JOINT:
+            _measured(graph)
+            return 0
         _make_functional(graph)
         measured = _measured(graph)
         plan = plan_regions(graph.graph, measured)

@@ -73,6 +73,11 @@ def test_compiled_graphs_have_eagers_bits(kernels: mock.Mock) -> None:
         assert " operators run as " in passes["fuse-exactly"].notes[0]
         assert passes.certificate
         assert "exact kernels" in passes.certificate.axioms
+    compiled = {node.target for call in kernels.call_args_list for node in call.args[0].__self__.nodes}
+    assert {
+        torch.ops.aten.silu.default,
+        torch.ops.aten.silu_backward.default,
+    } <= compiled  # by the joint graph
     assert kernels.call_count > 6
     torch._dynamo.reset()
     control = train(build, given, inner="inductor")
