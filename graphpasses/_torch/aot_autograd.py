@@ -26,6 +26,7 @@ from graphpasses._torch import pytree
 from graphpasses._torch.fake_mode import fake_mode_of
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses._torch.schemas import bound_arguments, writes_arguments
+from graphpasses._torch.surroundings import after_this_backward
 from graphpasses._torch.symbols import guessed_sizes
 from graphpasses._torch.tangents import gradients_whole
 from graphpasses._torch.written_inputs import keep_reads_of_written
@@ -43,6 +44,8 @@ class Stages(NamedTuple):
     backward: Rewrite
     # Entered for each compilation; the backward graph's may come when the first backward runs.
     while_compiling: Callable[[], AbstractContextManager[Any]]
+    # Compiles a backward graph: given it, its inputs, and what compiles a graph, see ``LateUpdates.compile``.
+    compile_backward: Callable[[fx.GraphModule, Sequence[Any], Callable[..., Compiled]], Compiled]
 
 
 # Under these an operator has a kernel written in Python that only tracers run.
@@ -163,7 +166,7 @@ def compile_aot_eager(
             return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
     def compiler(*rewrites: Rewrite) -> Callable[..., Any]:
-        def compile_graph(gm: fx.GraphModule, _: Any) -> Compiled:
+        def compile_graph(gm: fx.GraphModule, *_: Any) -> Compiled:
             with stages.while_compiling():
                 (runs_as,) = [rewrite(gm) for rewrite in rewrites][-1:]
                 other = runs_as and functools.partial(runs_as, lazy_module(gm, copy_graph(gm.graph)))
@@ -181,15 +184,17 @@ def compile_aot_eager(
                 runs.append(made if may_be_other else gm)
                 return result
 
-            run._boxed_call = True  # type: ignore[attr-defined]
-            return run
+            return _boxed(run)
 
         return compile_graph
+
+    def compile_backward(gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+        return _boxed(stages.compile_backward(gm, inputs, compiler(stages.backward)))
 
     with gradients_whole():
         compiled: Compiled = aot_autograd(
             fw_compiler=compiler(stages.forward),
-            bw_compiler=compiler(stages.backward),
+            bw_compiler=compile_backward,
             inference_compiler=compiler(stages.joint, stages.forward),
             partition_fn=partition,
             keep_inference_input_mutations=True,
@@ -206,6 +211,12 @@ def _call_eagers(gm: fx.GraphModule) -> fx.GraphModule:
     return gm
 
 
+def _boxed(run: Compiled) -> Compiled:
+    """Lets AOTAutograd give a function one list, which it clears."""
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
 def backward_node(outputs: Sequence[Any]) -> Any:
     """Returns the node of autograd that runs a compiled graph's backward; None if no output says which it is."""
     nodes = (getattr(output, "grad_fn", None) for output in outputs)
@@ -220,7 +231,7 @@ def added_in_this_backward() -> set[Any]:
     task = torch._C._current_graph_task_id()
     if task not in _ADDED:
         _ADDED[task] = set()
-        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(_ADDED.__delitem__, task))
+        after_this_backward(functools.partial(_ADDED.__delitem__, task))
     return _ADDED[task]
 
 
@@ -247,10 +258,22 @@ def compile_inductor(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.pattern_matcher import stable_topological_sort
 
+    rewrites = [stages.forward]  # that of the graph which is compiled now
+
     @functools.wraps(compile_fx_inner)
-    def compile_graph(*args: Any, **kwargs: Any) -> Any:
+    def compile_graph(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        def compile_part(part: fx.GraphModule, fakes: Sequence[Any], places: Sequence[int]) -> Any:
+            static = [index for index, at in enumerate(places) if at in kwargs.get("static_input_idxs", ())]
+            return compile_fx_inner(part, fakes, **{**kwargs, "static_input_idxs": static})
+
+        is_backward = kwargs.get("is_backward", False)
+        rewrites[:] = [stages.backward if is_backward else stages.forward]
         with stages.while_compiling():
-            return compile_fx_inner(*args, **kwargs)
+            return (
+                stages.compile_backward(gm, inputs, compile_part)
+                if is_backward
+                else compile_fx_inner(gm, inputs, **kwargs)
+            )
 
     def rewrite_joint(gm: fx.GraphModule) -> None:
         stages.joint(gm)
@@ -259,7 +282,7 @@ def compile_inductor(
 
     def rewrite_half(gm: fx.GraphModule) -> None:
         stable_topological_sort(gm.graph)  # Inductor does so later
-        (stages.backward if any(map(is_tangent, gm.graph.nodes)) else stages.forward)(gm)
+        rewrites[0](gm)
 
     # Halves after Inductor's passes: those remove clones, as if no operator wrote into its arguments.
     ours = {"joint_custom_pre_pass": rewrite_joint, "post_grad_custom_post_pass": rewrite_half}

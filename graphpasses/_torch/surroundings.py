@@ -31,3 +31,9 @@ def saved_tensor_hooks() -> tuple[Callable[..., object], ...]:
 def keeps_parametrized() -> bool:
     """Whether ``parametrize.cached()`` is on, under which a weight is computed once for all its uses."""
     return parametrize._cache_enabled > 0
+
+
+def after_this_backward(call: Callable[[], object]) -> None:
+    """Has autograd call a function when the backward that runs now ends, before what is added for its end later."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(call)

@@ -42,8 +42,16 @@ class CompileReport:
 
     @property
     def by_graph(self) -> dict[str, PipelineReport]:
-        """What each pass did, by graph and stage, e.g. ``"graph 0, joint"``."""
-        return {f"graph {graph}, {stage.value}": report for graph, stage, report in self.stages}
+        """What each pass did, by graph and stage, e.g. ``"graph 0, joint"``.
+
+        What a backward graph does after its gradients is a graph of its own: ``"graph 0, backward, after
+        gradients"``.
+        """
+        named: dict[str, PipelineReport] = {}
+        for graph, stage, report in self.stages:
+            name = f"graph {graph}, {stage.value}"
+            named[f"{name}, after gradients" if name in named else name] = report
+        return named
 
     def add(self, graph: int, stage: Stage, report: PipelineReport) -> None:
         """Adds what a pipeline did to one graph; ``graph`` is the number of its Dynamo graph."""

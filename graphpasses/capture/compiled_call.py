@@ -52,6 +52,11 @@ class CompiledCall:
         """Wraps a compiled graph, so that the model's gradients are reduced in one order on all ranks."""
         return compiled if self._torchrec is None else self._torchrec.ddp.in_order(compiled)
 
+    @property
+    def reduces_gradients(self) -> bool:
+        """Whether DistributedDataParallel modules in the model reduce gradients as they are accumulated."""
+        return self._torchrec is not None and bool(self._torchrec.ddp.modules)
+
     def note(self, text: str) -> None:
         """Adds a line to the report, once."""
         self._report.note(text)

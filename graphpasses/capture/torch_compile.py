@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from graphpasses.capture.compiled_call import CompiledCall
 from graphpasses.capture.compiled_gradients import CompiledGradients, find_views_returned
 from graphpasses.capture.compiled_graphs import ModelInputs, read_aot_graph, read_model_graph
 from graphpasses.capture.formulas import give_eagers_formulas
+from graphpasses.capture.late_updates import LateUpdates, compile_whole
 from graphpasses.capture.traced_strides import run_watched
 from graphpasses.embedding.backward_checks import check_lookups
 from graphpasses.embedding.torchrec.fake_kernels import fake_kernels_if_loaded
@@ -126,17 +127,12 @@ def graphpasses(
     """
     call = CompiledCall.running()
     if call is None:
-        return _compile(module, inputs, CompileOptions.of(options), nn.Module(), {})
-    return call.in_order(_compile(module, inputs, call.options, call.model, call.remembered))
+        call = CompiledCall(CompileOptions.of(options), nn.Module(), module)
+    return _compile(module, inputs, call)
 
 
-def _compile(
-    module: fx.GraphModule,
-    inputs: Sequence[Any],
-    options: CompileOptions,
-    model: nn.Module,
-    remembered: dict[Hashable, Any],
-) -> Callable[..., Any]:
+def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) -> Callable[..., Any]:
+    options, model, remembered = of.options, of.model, of.remembered
     report = options.report
     assert isinstance(report, CompileReport)
     number, keeps_bits = report.num_graphs, options.keeps_bits
@@ -159,6 +155,10 @@ def _compile(
         for index, node in enumerate(rewritten.placeholders)
         if node.users or isinstance(node.meta.get("val"), torch.SymInt)  # a symbol may be part of other sizes
     ]
+    late = LateUpdates(next(model.parameters()).device) if communicates and of.reduces_gradients else None
+    if late is not None:
+        rewritten.add_input(late.empty, "the end of the gradients")
+        kept.append(len(rewritten.inputs) - 1)
     rewritten.remove_inputs(set(range(len(rewritten.inputs))) - set(kept))
     origin = ModelInputs(
         ref(model), rewritten.parameters, rewritten.identity, rewritten.inputs, remembered, captured.place
@@ -183,10 +183,16 @@ def _compile(
         return made.runs_as
 
     at = functools.partial(functools.partial, rewrite)
-    stages = Stages(at(Stage.JOINT), at(Stage.FORWARD), at(Stage.BACKWARD), fake_kernels_if_loaded)
+    stages = Stages(
+        at(Stage.JOINT),
+        at(Stage.FORWARD),
+        at(Stage.BACKWARD),
+        fake_kernels_if_loaded,
+        late.compile if late is not None else compile_whole,
+    )
     num_given = len(captured.inputs)
     given = [index for index in kept if index < num_given]
-    added = [rewritten.live[index] for index in kept if index >= num_given]
+    added = [rewritten.live[index] for index in kept if index >= num_given][: None if late is None else -1]
     fakes = [inputs[index] for index in given] + [node.meta["val"] for node in rewritten.placeholders[len(given) :]]
     if keeps_bits:
         compiled = compile_aot_eager(
@@ -196,6 +202,7 @@ def _compile(
         facts = "\n".join(map(repr, (options.pipeline.uuid(), *rewritten.inputs)))
         digest = hashlib.sha256(facts.encode()).hexdigest()
         compiled = compile_inductor(rewritten.module, fakes, stages, digest, keep_order=communicates)
+    compiled = of.in_order(compiled)
     checks, input_checks = tuple(rewritten.checks), tuple(rewritten.input_checks)
     backward_checks = tuple(rewritten.backward_checks)
     cast_names = {index: captured.inputs[index].fqn for index in casts if keeps_bits}
@@ -207,7 +214,8 @@ def _compile(
             check_inputs(values)
         if cast_names:
             check_cast_once({name: values[index] for index, name in cast_names.items()}, CompiledCall.casts())
-        values = (*(values[index] for index in given), *added)
+        last = () if late is None else (late.token(),)
+        values = (*(values[index] for index in given), *added, *last)
         outputs = compiled(*values)
         gradients.follow(outputs, values)
         return _checked(outputs, backward_checks) if backward_checks else outputs

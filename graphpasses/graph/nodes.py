@@ -99,7 +99,7 @@ def _is_kept(node: fx.Node) -> bool:
     if node.target == WAIT:
         # torch marks waits as having side effects. One that nobody reads has none that a step could see, except that
         # where this rank ignores what an all-to-all brings, others do not.
-        return argument(node).target == ALL_TO_ALL
+        return argument(node).target == ALL_TO_ALL or argument(node).op == "placeholder"
     return node.is_impure()
 
 

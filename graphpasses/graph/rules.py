@@ -197,11 +197,12 @@ def _gradient_like_parameter(checked: Verifier) -> Iterator[Broken]:
 
 
 def _one_wait(checked: Verifier) -> Iterator[Broken]:
-    """A collective has one reader of its values, its wait."""
+    """A collective has one reader of its values, its wait, which may be in what runs after a backward graph."""
+    output = checked.graph.graph.output_node() if checked.graph.stage is Stage.BACKWARD else None
     for node in find_collectives(checked.graph.graph):
         num_waits = sum(user.target == WAIT for user in node.users)
         num_others = sum(user.target != WAIT and user.target not in METADATA_OPS for user in node.users)
-        if num_waits != 1 or num_others:
+        if (num_waits != 1 or num_others) and [*node.users] != [output]:
             yield Broken(
                 f"left collective {node.name} with {num_waits} waits and {num_others} other users; "
                 "expected exactly one wait"
@@ -214,7 +215,8 @@ def _wait_of_collective(checked: Verifier) -> Iterator[Broken]:
         launch = node.args[0]
         while isinstance(launch, fx.Node) and launch.target == WAIT:
             launch = launch.args[0]
-        if not (isinstance(launch, fx.Node) and is_collective(launch)):
+        before = "placeholder" if checked.graph.stage is Stage.BACKWARD else None  # what its first half launched
+        if not (isinstance(launch, fx.Node) and (is_collective(launch) or launch.op == before)):
             yield Broken(f"left {node.name} waiting for {node.args[0]}, not a collective")
 
 

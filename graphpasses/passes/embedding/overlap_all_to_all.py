@@ -16,7 +16,7 @@ from graphpasses.analysis.dependencies import dependencies, place_nodes
 from graphpasses.analysis.effects import operator_effects
 from graphpasses.analysis.parameter_collectives import find_gathers
 from graphpasses.graph import Stage, TrainGraph
-from graphpasses.graph.nodes import ALL_TO_ALL, WAIT, argument, is_collective, reach, wait_of
+from graphpasses.graph.nodes import ALL_TO_ALL, WAIT, is_collective, reach
 from graphpasses.passes.runner import GraphPass, Numerics
 
 _CHECK = torch.ops.aten._assert_scalar.default
@@ -75,13 +75,13 @@ class OverlapAllToAll(GraphPass):
         ahead = _ahead(graph.graph, needed)
         meanwhile = _meanwhile(ahead, launches, needed)
         num_moved = sum(
-            not argument(wait) < node < wait
-            for wait, nodes in meanwhile.items()
+            not launch < node < wait
+            for (launch, wait), nodes in meanwhile.items()
             for node in nodes
             if node.op == "call_function"
         )
         if num_moved:
-            _place(graph.graph, ahead, meanwhile)
+            _place(graph.graph, ahead, {wait: nodes for (_, wait), nodes in meanwhile.items()})
         return num_moved
 
 
@@ -96,21 +96,21 @@ def _ahead(graph: fx.Graph, needed: Mapping[fx.Node, set[fx.Node]]) -> list[fx.N
 
 def _meanwhile(
     ahead: list[fx.Node], launches: list[fx.Node], needed: Mapping[fx.Node, set[fx.Node]]
-) -> dict[fx.Node, list[fx.Node]]:
-    """Returns, by the waits of all-to-alls, what else may run before them; those that are not ahead are one."""
+) -> dict[tuple[fx.Node, fx.Node], list[fx.Node]]:
+    """Returns, by all-to-alls and their waits, what else may run before these; those that are not ahead are one."""
     place = {node: index for index, node in enumerate(ahead)}
     end = len(ahead)
-    waits: dict[int, fx.Node] = {}  # by their places, which are in this order
-    for launch in sorted(launches, key=lambda each: place.get(wait_of(each), end)):
-        wait = wait_of(launch)
-        if (at := place.get(wait, end)) not in waits or _num_bytes(launch) > _num_bytes(argument(waits[at])):
-            waits[at] = wait
+    waits: dict[int, tuple[fx.Node, fx.Node]] = {}  # by their places, which are in this order
+    for launch in sorted(launches, key=lambda each: place.get(_end_of(each), end)):
+        wait = _end_of(launch)
+        if (at := place.get(wait, end)) not in waits or _num_bytes(launch) > _num_bytes(waits[at][0]):
+            waits[at] = launch, wait
     places = [*waits]
     best = places.copy()
     for index in reversed(range(len(places) - 1)):
-        here, later = (_num_bytes(argument(waits[each])) for each in (places[index], best[index + 1]))
+        here, later = (_num_bytes(waits[each][0]) for each in (places[index], best[index + 1]))
         best[index] = places[index] if here > later else best[index + 1]
-    result: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    result: dict[tuple[fx.Node, fx.Node], list[fx.Node]] = defaultdict(list)
     # By what is not ahead, before which of those it runs: behind them all where it cannot run before the last wait.
     before: dict[fx.Node, int] = {}
     for node, others in needed.items():
@@ -124,6 +124,11 @@ def _meanwhile(
             before[node] = best[index]
             result[waits[best[index]]].append(node)
     return result
+
+
+def _end_of(launch: fx.Node) -> fx.Node:
+    """Returns an all-to-all's wait, or the output where what runs after a backward graph waits for it."""
+    return next((user for user in launch.users if user.target == WAIT), launch.graph.output_node())
 
 
 def _num_bytes(launch: fx.Node) -> int:

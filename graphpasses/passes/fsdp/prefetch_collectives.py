@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import fx
 
 from graphpasses.analysis.parameter_collectives import ALL_REDUCES, CAST, REDUCE_SCATTERS, Gather, find_gathers
-from graphpasses.errors import PipelineError
 from graphpasses.graph import WAIT, Stage, TrainGraph, is_collective, wait_of
 from graphpasses.graph.nodes import SAME_TENSOR_OPS, reach
 from graphpasses.passes.runner import GraphPass, Numerics
@@ -75,12 +75,6 @@ class PrefetchCollectives(GraphPass):
     An HSDP all-reduce is waited for one later, so that at most one of each holds its buffers. Gathers that depend on
     compute stay; so do reductions whose result the step computes with, such as those of tensor parallelism.
 
-    Args:
-        num_ahead: how many all-gathers are in flight beside the one that is waited for, at least 1.
-
-    Raises:
-        PipelineError: ``num_ahead`` is less than 1.
-
     Example:
         >>> with fake_process_group(2):
         ...     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False))
@@ -96,29 +90,20 @@ class PrefetchCollectives(GraphPass):
     stages = frozenset({Stage.STEP, Stage.JOINT})
     runs_after = frozenset({"bucket-fsdp-collectives", "reshard-after-forward"})
 
-    num_ahead: int = 1
-
-    def __post_init__(self) -> None:
-        if self.num_ahead < 1:
-            raise PipelineError(f"prefetch-collectives: num_ahead must be at least 1, not {self.num_ahead}")
-
     def rewrite(self, graph: TrainGraph) -> int:
         """Moves nodes of ``graph`` in place; returns the number of launches and waits that moved."""
         before = places(graph)
-        self._launch_early(find_gathers(graph))
+        _launch_early(find_gathers(graph))
         reduce_scatters = [node for node in before if node.target in REDUCE_SCATTERS]
         _wait_late(reduce_scatters, graph.graph.output_node())
         return sum(before[node] != index for node, index in places(graph).items())
 
-    def _launch_early(self, gathers: list[Gather]) -> None:
-        num_launched = 1
-        for index, current in enumerate(gathers, start=1):
-            wait = current.wait
-            ahead = gathers[num_launched : index + self.num_ahead]
-            for node in (node for gather in ahead for node in gather.chain):
-                if node > wait:
-                    wait.prepend(node)
-            num_launched = index + self.num_ahead
+
+def _launch_early(gathers: list[Gather]) -> None:
+    for current, following in pairwise(gathers):
+        for node in following.chain:
+            if node > current.wait:
+                current.wait.prepend(node)
 
 
 def _wait_late(reduce_scatters: list[fx.Node], output: fx.Node) -> None:

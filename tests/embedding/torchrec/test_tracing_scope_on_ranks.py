@@ -26,6 +26,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from torchrec.optim import RowWiseAdagrad
 
 import graphpasses
+from graphpasses.capture.late_updates import LateUpdates, compile_whole
 from graphpasses.embedding.torchrec.ddp_calls import DDPCall
 from graphpasses.embedding.torchrec.model_call import tracing_scope
 from graphpasses.errors import CaptureError, KeyOrderError
@@ -289,6 +290,25 @@ def ids_that_are_no_rows() -> list[str]:
     return found
 
 
+def late_updates() -> list[str]:
+    """Returns no problem if a table is updated after dense gradients are there, and before only if told to."""
+    seen: list[list[Tensor]] = []
+    for compile_backward in (LateUpdates.compile, lambda _, *args: compile_whole(*args)):
+        torch.compiler.reset()
+        with mock.patch.object(LateUpdates, "compile", compile_backward):
+            model = small().sharded()
+            call, tbe = graphpasses.compile(model, inner="aot_eager", fullgraph=True), next(tbes(model))
+            table = lambda _: now.append(tbe.split_embedding_weights()[0].clone())  # noqa: B023, E731
+            seen.append(now := [])
+            table(model)
+            model.module.score.weight.register_post_accumulate_grad_hook(table)
+            call(*small().batch(dist.get_rank(), 0)).backward()
+            table(model)
+    (before, meanwhile, after), early = seen
+    is_late = torch.equal(before, meanwhile) and not torch.equal(meanwhile, after)
+    return [] if is_late and torch.equal(early[1], after) and torch.equal(early[2], after) else [str(seen)]
+
+
 def parameter_on_meta() -> list[str]:
     """Returns what a sharded model with a parameter on the meta device does instead of naming it."""
     model = small().sharded()
@@ -311,6 +331,7 @@ CHECKS = {
         untold_reducer,
         # Each on its own.
         ids_that_are_no_rows,
+        late_updates,
         parameter_on_meta,
     )
 }

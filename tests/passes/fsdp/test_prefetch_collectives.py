@@ -12,7 +12,6 @@ from graphpasses.analysis.parameter_collectives import (
     REDUCE_SCATTER,
     collective_ranks,
 )
-from graphpasses.errors import PipelineError
 from graphpasses.fsdp import BucketPlan, Reduction
 from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.graph import WAIT, TrainGraph, is_collective, wait_of
@@ -44,8 +43,8 @@ def bucketed(graph: TrainGraph) -> TrainGraph:
     return Pipeline(passes).run(graph)
 
 
-def run(graph: TrainGraph, num_ahead: int = 1) -> tuple[int, TrainGraph]:
-    result = Pipeline((PrefetchCollectives(num_ahead),)).run(graph)
+def run(graph: TrainGraph) -> tuple[int, TrainGraph]:
+    result = Pipeline((PrefetchCollectives(),)).run(graph)
     return result.report[NAME].num_rewrites, result
 
 
@@ -92,13 +91,6 @@ def test_a_reduction_overlaps_with_compute() -> None:
             between = nodes[nodes.index(scatter) + 1 : nodes.index(wait)]
             assert len(between) >= num_between
             assert any(node.target == aten.mm.default for node in between) == (num_between > 0)
-
-
-def test_two_ahead() -> None:
-    with on_fake_ranks(model()) as captured:
-        _, result = run(bucketed(captured), 2)
-        assert events(result).startswith("ag0 ag1 ag2 wait:ag0 ag3 wait:ag1 wait:ag2 wait:ag3 rs0")
-        assert events(run(bucketed(captured), 9)[1]).startswith("ag0 ag1 ag2 ag3 wait:ag0 wait:ag1")
 
 
 def test_hybrid_waits_for_the_all_reduce_one_later() -> None:
@@ -189,9 +181,3 @@ def test_collectives_of_tensor_parallelism_stay() -> None:
         first, second, _ = (n for n in nodes if n.target == REDUCE_SCATTER and n not in after)
         assert set(after) & set(in_flight[first])
         assert set(after) & set(in_flight[second])
-
-
-def test_at_least_one_ahead() -> None:
-    message = r"^prefetch-collectives: num_ahead must be at least 1, not 0$"
-    with pytest.raises(PipelineError, match=message):
-        PrefetchCollectives(0)
