@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -52,6 +54,6 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
-def loss_fn(model: nn.Module, tokens: Tensor) -> Tensor:
+def loss_fn(model: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
     """Returns the loss of predicting each next token."""
     return F.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())

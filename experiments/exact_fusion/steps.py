@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,16 +13,23 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import profile
 
+import graphpasses
 from experiments.exact_fusion.models import VOCAB, Decoder, loss_fn
 from experiments.harness.bench import Timing, time_rounds
 from graphpasses.capture import capture_train_step
-from graphpasses.graph import CapturedStep
+from graphpasses.capture.compile_report import CompileReport
 from graphpasses.identity import same_bits
 from graphpasses.passes import default_pipeline
 
 EAGER, CAPTURED, FUSED = "eager FSDP2", "captured step", "captured step, fused"
 GRADIENTS = "captured step, fused, eager's optimizer"
 INDUCTOR = "torch.compile of each layer (control)"
+PLAIN, COMPILED, COMPILED_FUSED = "eager, bf16", "gp.compile, aot_eager", "gp.compile, aot_eager, fused"
+PLAIN_INDUCTOR = "gp.compile, inductor (control)"
+# What is compared and timed, the first with all others; and which of them captures, and which is fused.
+FSDP2 = (EAGER, CAPTURED, FUSED, GRADIENTS, INDUCTOR)
+WITHOUT_FSDP = (PLAIN, COMPILED, COMPILED_FUSED, PLAIN_INDUCTOR)
+CONTROLS = (INDUCTOR, PLAIN_INDUCTOR)
 PRODUCTS = ("aten::mm", "aten::_scaled_dot_product", "aten::bmm", "aten::addmm")  # beginnings of names
 
 
@@ -31,7 +39,7 @@ class Variant:
 
     model: nn.Module
     step: Callable[[Tensor], Tensor]  # updates, and leaves gradients where eager's optimizer updates
-    captured: CapturedStep | None = None
+    report: Callable[[], str] = str  # how much is fused, where it is
     gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -47,10 +55,19 @@ class Result:
     seconds_to_compile: float
 
 
+_OPTIONS: dict[str, dict[str, Any]] = {
+    COMPILED: {"inner": "aot_eager"},
+    COMPILED_FUSED: {"inner": "aot_eager", "fuse": True},
+    PLAIN_INDUCTOR: {"inner": "inductor"},
+}
+
+
 def make(name: str, num_layers: int, dim: int, length: int, batch: int) -> Variant:
     """Makes a variant; all have the same weights."""
     torch.manual_seed(0)
     model = Decoder(num_layers, dim, length)
+    if name in WITHOUT_FSDP:
+        return _make_plain(name, model.bfloat16())
     mesh = dist.init_device_mesh("cpu", (1,))
     if name == INDUCTOR:
         for layer in model.layers:
@@ -60,40 +77,60 @@ def make(name: str, num_layers: int, dim: int, length: int, batch: int) -> Varia
         fully_shard(module, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     tokens = torch.zeros(batch, length + 1, dtype=torch.long)
+    if name in (CAPTURED, FUSED):
+        captured = capture_train_step(loss_fn, model, tokens, optimizer=optimizer)
+        captured = default_pipeline(fuse=name == FUSED).run(captured)
+        return Variant(model, captured, lambda: captured.report["fuse-exactly"].notes[0])
+    if name == GRADIENTS:
+        run = default_pipeline(fuse=True).run(capture_train_step(loss_fn, model, tokens))
+        return _updated(model, optimizer, run)
+    return _updated(model, optimizer, _backward(model))
+
+
+def _make_plain(name: str, model: nn.Module) -> Variant:
+    report = CompileReport()
+    call = graphpasses.compile(model, report=report, **_OPTIONS[name]) if name in _OPTIONS else model
+    variant = _updated(model, torch.optim.AdamW(model.parameters(), foreach=True), _backward(call))
+
+    def fused() -> str:
+        passes = [each for graph in report.by_graph.values() for each in graph if each.name == "fuse-exactly"]
+        return "\n".join(note for each in passes for note in each.notes)
+
+    return replace(variant, report=fused)
+
+
+def _backward(call: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def run(tokens: Tensor) -> Tensor:
+        loss = loss_fn(call, tokens)
+        loss.backward()
+        return loss.detach()
+
+    return run
+
+
+def _updated(model: nn.Module, optimizer: torch.optim.Optimizer, run: Callable[[Tensor], Tensor]) -> Variant:
     gradients: dict[str, Tensor] = {}
 
-    def update() -> None:
+    def step(tokens: Tensor) -> Tensor:
+        loss = run(tokens)
         gradients.update(
             {fqn: parameter.grad for fqn, parameter in model.named_parameters() if parameter.grad is not None}
         )
         optimizer.step()
         optimizer.zero_grad()
-
-    if name in (CAPTURED, FUSED):
-        captured = capture_train_step(loss_fn, model, tokens, optimizer=optimizer)
-        captured = default_pipeline(fuse=name == FUSED).run(captured)
-        return Variant(model, captured, captured)
-    run: Callable[[Tensor], Tensor]
-    if name == GRADIENTS:
-        run = default_pipeline(fuse=True).run(capture_train_step(loss_fn, model, tokens))
-    else:
-
-        def run(tokens: Tensor) -> Tensor:
-            loss = loss_fn(model, tokens)
-            loss.backward()
-            return loss.detach()
-
-    def step(tokens: Tensor) -> Tensor:
-        loss = run(tokens)
-        update()
         return loss
 
     return Variant(model, step, gradients=gradients)
 
 
-def measure(num_layers: int, dim: int, length: int, batch: int, num_steps: int, num_rounds: int) -> Result:
-    """Trains all variants on the same batches, comparing all bits after each step; then times them."""
-    names = (EAGER, CAPTURED, FUSED, GRADIENTS, INDUCTOR)
+def measure(
+    names: Sequence[str], num_layers: int, dim: int, length: int, batch: int, num_steps: int, num_rounds: int
+) -> Result:
+    """Trains variants on the same batches, comparing all bits after each step with the first's; then times them.
+
+    The third is fused, and the second is what it is compared with.
+    """
+    eager, plain, fused = names[:3]
     variants = {name: make(name, num_layers, dim, length, batch) for name in names}
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randint(VOCAB, (batch, length + 1), generator=generator) for _ in range(num_steps)]
@@ -104,15 +141,12 @@ def measure(num_layers: int, dim: int, length: int, batch: int, num_steps: int, 
         for name, variant in variants.items():
             start = time.perf_counter()
             losses[name] = variant.step(tokens)
-            if name == FUSED and index == 1:  # the first step makes the optimizer's state, by torch's own functions
+            if name == fused and index == 1:  # the first step makes the optimizer's state, by torch's own functions
                 seconds = time.perf_counter() - start
         for name, variant in variants.items():
-            what = _difference(variants[EAGER], losses[EAGER], variant, losses[name])
+            what = _difference(variants[eager], losses[eager], variant, losses[name])
             if what and not found[name]:
                 found[name] = f"{what}, step {index}"
-    captured = variants[FUSED].captured
-    assert captured is not None
-    assert captured.report is not None
     steps = {
         name: (lambda index, step=variant.step: step(batches[index % num_steps]))
         for name, variant in variants.items()
@@ -122,8 +156,8 @@ def measure(num_layers: int, dim: int, length: int, batch: int, num_steps: int, 
         found,
         time_rounds(steps, num_rounds, cpu_time=True),
         time_rounds(steps, num_rounds),
-        _share_of_products(lambda: variants[CAPTURED].step(batches[0])),
-        captured.report["fuse-exactly"].notes[0],
+        _share_of_products(lambda: variants[plain].step(batches[0])),
+        variants[fused].report(),
         seconds,
     )
 

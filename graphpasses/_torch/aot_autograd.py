@@ -25,14 +25,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphpasses._torch import pytree
 from graphpasses._torch.fake_mode import fake_mode_of
+from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses._torch.schemas import bound_arguments, writes_arguments
 from graphpasses._torch.surroundings import after_this_backward
 from graphpasses._torch.symbols import guessed_sizes
 from graphpasses._torch.tangents import gradients_whole
 from graphpasses._torch.written_inputs import keep_reads_of_written
 
-Rewrite = Callable[[fx.GraphModule], None]
 Compiled = Callable[..., Any]
+# Rewrites a graph in place; returns what makes of it the one that runs, if that is another.
+Rewrite = Callable[[fx.GraphModule], Callable[[fx.GraphModule], fx.GraphModule] | None]
 
 
 class Stages(NamedTuple):
@@ -150,11 +152,12 @@ def compile_aot_eager(
     module: fx.GraphModule,
     inputs: Sequence[Any],
     stages: Stages,
-    run_first: Callable[[fx.GraphModule, list[Any]], Any],
+    run_first: Callable[[fx.GraphModule, list[Any]], tuple[Any, bool]],
 ) -> Compiled:
     """Compiles a Dynamo graph by AOTAutograd, and runs the ATen graphs as they are, rewritten.
 
-    Without gradients there is one graph: ``joint`` rewrites it first, then ``forward``. ``run_first`` runs each once.
+    Without gradients there is one graph: ``joint`` rewrites it first, then ``forward``. ``run_first`` runs each once,
+    and says whether another may run in its place from then on.
     """
 
     def partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -166,23 +169,21 @@ def compile_aot_eager(
     def compiler(*rewrites: Rewrite) -> Callable[..., Any]:
         def compile_graph(gm: fx.GraphModule, *_: Any) -> Compiled:
             with stages.while_compiling():
-                for rewrite in rewrites:
-                    rewrite(gm)
-                for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-                    node.target = torch.ops.aten.reshape.default  # a formula's strides may not be its fake result's
-                for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.bernoulli.p):
-                    node.target = _bernoulli
-                gm.recompile()
+                (runs_as,) = [rewrite(gm) for rewrite in rewrites][-1:]
+                other = runs_as and functools.partial(runs_as, lazy_module(gm, copy_graph(gm.graph)))
+                _call_eagers(gm)
 
-            is_first = [True]
+            runs: list[fx.GraphModule] = []
 
             def run(args: list[Any]) -> Any:
                 values = list(args)
                 args.clear()  # so that what only this call needs is freed as soon as it is used
-                if is_first:
-                    is_first.clear()
-                    return run_first(gm, values)
-                return gm.forward(*values)
+                if runs:
+                    return runs[0].forward(*values)
+                made = gm if other is None else _call_eagers(other())
+                result, may_be_other = run_first(gm, values)
+                runs.append(made if may_be_other else gm)
+                return result
 
             return _boxed(run)
 
@@ -200,6 +201,15 @@ def compile_aot_eager(
             keep_inference_input_mutations=True,
         )(module, inputs)
     return compiled
+
+
+def _call_eagers(gm: fx.GraphModule) -> fx.GraphModule:
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default  # a formula's strides may not be its fake result's
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.bernoulli.p):
+        node.target = _bernoulli
+    gm.recompile()
+    return gm
 
 
 def _boxed(run: Compiled) -> Compiled:

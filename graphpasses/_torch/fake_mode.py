@@ -352,5 +352,12 @@ def outside_tracing() -> Iterator[None]:
     The Python dispatcher, which is on while AOTAutograd traces, keeps the GIL while an operator runs. A collective
     would then wait for gloo's queue, whose thread may hold it and wait for the GIL, to free what an earlier one used.
     """
-    with no_dispatch(), fake_tensor.unset_fake_temporarily(), no_python_dispatcher():
+    with no_dispatch(), real_tensors():
+        yield
+
+
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """Makes tensors real while a compiler traces; what is traced by itself meanwhile is traced."""
+    with fake_tensor.unset_fake_temporarily(), no_python_dispatcher():
         yield

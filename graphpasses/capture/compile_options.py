@@ -10,7 +10,7 @@ from typing import Any, Literal
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.errors import PipelineError
 from graphpasses.graph import Stage
-from graphpasses.passes import recommender_pipeline
+from graphpasses.passes import FuseExactly, recommender_pipeline
 from graphpasses.passes.runner import Pipeline
 from graphpasses.text import did_you_mean
 
@@ -23,6 +23,7 @@ class CompileOptions:
 
     pipeline: Pipeline = field(default_factory=recommender_pipeline)
     inner: Inner = "inductor"
+    fuse: bool = False
     disable: Collection[str] = ()
     report: CompileReport | Path | str | None = None
     prove: bool | None = None
@@ -35,6 +36,12 @@ class CompileOptions:
             )
         if self.inner not in ("inductor", "aot_eager"):
             raise PipelineError(f"option 'inner' is 'inductor' or 'aot_eager', got {self.inner!r}")
+        if self.fuse not in (True, False):
+            raise PipelineError(f"option 'fuse' is True or False, got {self.fuse!r}")
+        names = [p.name for p in self.pipeline.passes]
+        if self.fuse and FuseExactly.name not in names:
+            passes = (*self.pipeline.passes, FuseExactly())
+            object.__setattr__(self, "pipeline", replace(self.pipeline, passes=passes))
         if self.prove not in (None, True, False):
             raise PipelineError(f"option 'prove' is None, True or False, got {self.prove!r}")
         if self.disable:
@@ -42,6 +49,12 @@ class CompileOptions:
                 raise PipelineError(f"disable takes a collection of names; write disable=[{self.disable!r}]")
             disable = (*self.pipeline.disable, *self.disable)
             object.__setattr__(self, "pipeline", replace(self.pipeline, disable=disable))
+        fuses = any(p.name == FuseExactly.name for p in self.pipeline.at(Stage.FORWARD).passes)
+        if fuses and not self.keeps_bits:
+            raise PipelineError(
+                f"{FuseExactly.name!r} keeps eager's bits, and inner='inductor' fuses otherwise, and rounds; write "
+                "inner='aot_eager', or leave it out"
+            )
         if not isinstance(self.report, CompileReport):
             path = Path(self.report) if self.report is not None else None
             if path is not None and not path.parent.is_dir():

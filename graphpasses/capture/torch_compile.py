@@ -44,6 +44,7 @@ def compile(
     *,
     pipeline: Pipeline | None = None,
     inner: Inner = "inductor",
+    fuse: bool = False,
     disable: Collection[str] = (),
     report: CompileReport | Path | str | None = None,
     prove: bool | None = None,
@@ -60,6 +61,8 @@ def compile(
         pipeline: the passes; None for :func:`~graphpasses.passes.recommender_pipeline`.
         inner: what compiles the rewritten graphs: ``"inductor"``, or ``"aot_eager"``, which runs them operator by
             operator and so keeps eager's bits in dense layers, too.
+        fuse: compile groups of operators whose bits are fixed as one kernel each, with ``inner="aot_eager"``: the
+            bits stay, see :class:`~graphpasses.passes.FuseExactly`.
         disable: names of passes to leave out.
         report: a :class:`~graphpasses.capture.compile_report.CompileReport` to fill, or a file to write it to.
         prove: whether each rewritten graph is proved to have the bits of the one it was made from, as
@@ -82,7 +85,7 @@ def compile(
         >>> bool((compiled(torch.ones(2, 4)) == model(torch.ones(2, 4))).all())
         True
     """
-    options: dict[str, Any] = {"inner": inner, "disable": disable, "report": report, "prove": prove}
+    options: dict[str, Any] = {"inner": inner, "fuse": fuse, "disable": disable, "report": report, "prove": prove}
     if pipeline is not None:
         options["pipeline"] = pipeline
     with graphpasses.expected():
@@ -165,7 +168,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
     if keeps_bits and (views := find_views_returned(rewritten)) is not None:
         report.warn(views)
 
-    def rewrite(stage: Stage, gm: fx.GraphModule) -> None:
+    def rewrite(stage: Stage, gm: fx.GraphModule) -> Callable[[fx.GraphModule], fx.GraphModule] | None:
         graph = read_aot_graph(gm, stage, origin)
         if stage is Stage.JOINT and keeps_bits:  # Inductor would trace into the operator
             give_eagers_formulas(graph.graph, backward_nodes(graph).__contains__)
@@ -175,7 +178,9 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
                     f"a checkpointed function writes {names[node].fqn!r}, which eager does again in backward, and "
                     "the compiled graph does not. Write it, as a BatchNorm does, outside of what is checkpointed"
                 )
-        gm.graph = run(graph).graph
+        made = run(graph)
+        gm.graph = made.graph
+        return made.runs_as
 
     at = functools.partial(functools.partial, rewrite)
     stages = Stages(

@@ -12,26 +12,29 @@ from graphpasses._torch import pytree
 from graphpasses.graph.nodes import named_call
 
 
-def run_watched(module: fx.GraphModule, values: list[Any], note: Callable[[str], None]) -> Any:
-    """Runs a compiled graph and returns what it returns; ``note`` is told of the first operator with other strides.
+def run_watched(module: fx.GraphModule, values: list[Any], note: Callable[[str], None]) -> tuple[Any, bool]:
+    """Runs a compiled graph; returns what it returns, and whether all operators gave the strides of the trace.
+
+    ``note`` is told of the first with others.
 
     torch traces by fake tensors. Where a fake kernel gets strides wrong, a view may have become a copy, or a formula
     another, and kernels behind it may round otherwise than in eager.
     """
-    return _Watched(module, note).boxed_run(values)
+    watched = _Watched(module, note)
+    return watched.boxed_run(values), not watched.is_noted
 
 
 class _Watched(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, note: Callable[[str], None]) -> None:
         super().__init__(module)
         self.extra_traceback = False  # errors are those of the operators, as in later runs
-        self._note, self._is_noted = note, False
+        self._note, self.is_noted = note, False
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
-        if n.op == "call_function" and not self._is_noted:
+        if n.op == "call_function" and not self.is_noted:
             for real, traced in _other_strides(result, n.meta.get("val")):
-                self._is_noted = True
+                self.is_noted = True
                 self._note(
                     f"{named_call(n)} gives strides {real}, and torch traced it with {traced}: what follows may "
                     "round otherwise than in eager. Compare some steps with eager's, or make its operands contiguous"

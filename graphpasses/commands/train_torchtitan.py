@@ -5,6 +5,7 @@
     torchrun … -m graphpasses.commands.train_torchtitan --module graph_trainer.llama3 --config … \\
         --compile.pass_pipeline graphpasses
 
+``graphpasses_fused`` is the pipeline whose exact operators run as one kernel.
 Before torchtitan's arguments, ``--record FILE`` writes hashes of every step, for ``graphpasses compare``, and
 ``--canonical`` gives weights the same bits on any number of ranks; also those of torchtitan's eager trainers. With
 ``--any-expert-degree`` experts have them on any number of ranks that share them, too, and gradients are reduced in

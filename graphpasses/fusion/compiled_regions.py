@@ -13,14 +13,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from graphpasses._torch import pytree
 from graphpasses._torch.exact_kernels import Kernel, compile_exactly
+from graphpasses._torch.fake_mode import new_fake_mode
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses.errors import PipelineError
 from graphpasses.fusion.adversarial import find_difference
-from graphpasses.fusion.exact_operators import run_exactly
+from graphpasses.fusion.exact_operators import has_fixed_sizes, is_exact, run_exactly, sizes_of
 from graphpasses.fusion.kept import keep, read_kept
 from graphpasses.fusion.list_updates import UPDATES, UpdateKernels, Updates
-from graphpasses.fusion.regions import is_only_view, marked_regions
+from graphpasses.fusion.measured import functions_in
+from graphpasses.fusion.regions import is_large, is_only_view, marked_regions
 from graphpasses.graph.nodes import freeze, named_call
 from graphpasses.progress import stage, stages_shown
 
@@ -51,6 +54,32 @@ class Calls:
     def columns(self) -> tuple[Calls, ...]:
         """What is compiled by itself; see :class:`Updates`, which has several."""
         return (self,)
+
+    @property
+    def has_fixed_sizes(self) -> bool:
+        """Whether all tensors have the sizes of the trace, whatever the step is given."""
+        values = pytree.tree_leaves([node.meta["val"] for node in (*self.inputs, *self.nodes)])
+        return all(isinstance(each, torch.Tensor) and has_fixed_sizes(each) for each in values)
+
+    def at(self, inputs: Sequence[Any]) -> Calls:
+        """Returns the same calls for inputs of known sizes."""
+        graph = fx.Graph()
+        values: dict[fx.Node, Any] = {}
+        with new_fake_mode(), torch.no_grad():
+            for node, given in zip(self.inputs, inputs, strict=True):
+                values[node] = given
+                if isinstance(given, torch.Tensor):
+                    values[node] = graph.placeholder(node.name)
+                    values[node].meta["val"] = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype)
+            for node in self.nodes:
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+                args, kwargs = fx.node.map_arg((args, kwargs), lambda each: each.meta["val"])
+                values[node].meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+        given, nodes, outputs = (
+            [values[node] for node in nodes] for nodes in (self.inputs, self.nodes, self.outputs)
+        )
+        return Calls(tuple(each for each in given if isinstance(each, fx.Node)), tuple(nodes), tuple(outputs))
 
     def key(self) -> Hashable:
         """Returns what regions have in common that compute the same on tensors of the same sizes."""
@@ -85,8 +114,9 @@ class Calls:
 
 
 def layout_of(node: fx.Node) -> Hashable:
+    """Returns a tensor's dtype, sizes and strides; a size is itself."""
     value = node.meta["val"]
-    return value.dtype, tuple(value.shape), value.stride()
+    return (value.dtype, *sizes_of(value)) if isinstance(value, torch.Tensor) else str(value)
 
 
 def _laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -108,6 +138,40 @@ class CompiledRegion(nn.Module):
         return self._kernel([*inputs])
 
 
+_MAX_SIZES = 8
+
+
+class VaryingRegion(nn.Module):
+    """A region whose tensors have sizes that vary: its kernels are of those that came twice in a row.
+
+    With any other sizes it runs eager's operators, which have the same bits.
+    """
+
+    def __init__(self, calls: Calls, kernels: dict[Hashable, Kernel]) -> None:
+        super().__init__()
+        self._calls, self._all = calls, kernels
+        self._own: dict[Hashable, Kernel | None] = {}
+        self._last: Hashable = None
+
+    def forward(self, *inputs: Any) -> Any:
+        sizes = tuple((each.shape, each.stride()) if isinstance(each, torch.Tensor) else each for each in inputs)
+        if sizes == self._last and sizes not in self._own and len(self._own) < _MAX_SIZES:
+            self._own[sizes] = self._compile(inputs)
+        self._last = sizes
+        if (kernel := self._own.get(sizes)) is None:
+            return self._calls.run_eagerly(*inputs)
+        return kernel([each for each in inputs if isinstance(each, torch.Tensor)])
+
+    def _compile(self, inputs: Sequence[Any]) -> Kernel | None:
+        """Returns a kernel; None where one of these sizes is not exact, or too small."""
+        calls = self._calls.at(inputs)
+        measured = functions_in(calls.nodes)  # of this region, so they are exact here
+        if not is_large(calls.nodes) or not all(is_only_view(n) or is_exact(n, measured) for n in calls.nodes):
+            return None
+        _compile([calls], self._all)
+        return self._all[calls.key()]
+
+
 def compile_regions(module: fx.GraphModule, kernels: dict[Hashable, Kernel]) -> fx.GraphModule:
     """Returns a module that runs each marked region as one kernel; adds those it compiles to ``kernels``.
 
@@ -116,16 +180,7 @@ def compile_regions(module: fx.GraphModule, kernels: dict[Hashable, Kernel]) -> 
     regions = [what_runs(nodes) for nodes in marked_regions(module.graph)]
     if not regions:
         return module
-    parts = [part for calls in regions for part in calls.columns]
-    missing = {key: part for part in parts if (key := part.key()) not in kernels}
-    with stages_shown():
-        for index, (key, part) in enumerate(missing.items(), start=1):
-            stage(f"compiles kernel {index} of {len(missing)}")
-            with _COMPILES:
-                kernels[key] = part.compile()
-        if missing:
-            stage("runs kernels beside eager's operators")
-            _check_bits(regions, kernels, set(missing))
+    _compile([each for each in regions if each.has_fixed_sizes], kernels)
     graph = copy_graph(module.graph)
     copies = dict(zip(module.graph.nodes, graph.nodes, strict=True))
     root: dict[str, Any] = {}
@@ -133,12 +188,29 @@ def compile_regions(module: fx.GraphModule, kernels: dict[Hashable, Kernel]) -> 
         _check_place(calls)
         if isinstance(calls, Updates):
             root[f"region_{index}"] = UpdateKernels(calls, kernels)
+        elif not calls.has_fixed_sizes:
+            root[f"region_{index}"] = VaryingRegion(calls, kernels)
         else:
             root[f"region_{index}"] = CompiledRegion(kernels[calls.key()])
         _replace(graph, calls, copies, f"region_{index}")
     for node in graph.find_nodes(op="get_attr"):
         root[str(node.target)] = getattr(module, str(node.target))
     return lazy_module(root, graph)
+
+
+def _compile(regions: Sequence[Calls | Updates], kernels: dict[Hashable, Kernel]) -> None:
+    """Adds the kernels of regions that are not there yet."""
+    parts = [part for calls in regions for part in calls.columns]
+    missing = {key: part for part in parts if (key := part.key()) not in kernels}
+    if not missing:
+        return
+    with stages_shown():
+        for index, (key, part) in enumerate(missing.items(), start=1):
+            stage(f"compiles kernel {index} of {len(missing)}")
+            with _COMPILES:
+                kernels[key] = part.compile()
+        stage("runs kernels beside eager's operators")
+        _check_bits(regions, kernels, set(missing))
 
 
 def what_runs(nodes: tuple[fx.Node, ...]) -> Calls | Updates:
@@ -163,6 +235,7 @@ def _replace(graph: fx.Graph, calls: Calls | Updates, copies: dict[fx.Node, fx.N
         outputs = calls.outputs if isinstance(calls, Calls) else ()  # updates write
         parts = [graph.call_function(operator.getitem, (call, index)) for index in range(len(outputs))]
     for node, part in zip(outputs, parts, strict=True):
+        part.meta["val"] = node.meta["val"]  # later passes read it
         copies[node].replace_all_uses_with(part)
         copies[node] = part
     for node in reversed(nodes):

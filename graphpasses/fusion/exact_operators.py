@@ -141,7 +141,8 @@ def is_exact(node: fx.Node, measured: Collection[Function] = ()) -> bool:
     if target in COMPARISONS | SELECTS | {aten.clone.default}:
         return dtypes <= FLOATS | {torch.bool} and len(dtypes - {torch.bool}) <= 1 and _has_same_sizes(node)
     if target is aten.cat.default:
-        return len(dtypes) == 1 and dtypes <= FLOATS and all(each.numel() for each in operands)
+        is_empty = any(type(number := each.numel()) is int and not number for each in operands)
+        return len(dtypes) == 1 and dtypes <= FLOATS and not is_empty
     if target in MEASURED:
         is_half = dtypes == {value.dtype} and _has_same_sizes(node)
         return is_half and (target, value.dtype) in measured
@@ -167,9 +168,18 @@ def _is_plain(value: Any) -> bool:
         isinstance(value, torch.Tensor)
         and value.layout is torch.strided
         and value.device.type == "cpu"
-        and all(type(size) is int for size in (*value.shape, *value.stride()))
         and not (value.is_conj() or value.is_neg())
     )
+
+
+def has_fixed_sizes(value: torch.Tensor) -> bool:
+    """Whether no size or stride of a tensor varies."""
+    return all(type(number) is int for number in (*value.shape, *value.stride()))
+
+
+def sizes_of(value: torch.Tensor) -> tuple[tuple[int | str, ...], ...]:
+    """Returns a tensor's sizes and strides; of those that vary, what torch calls them."""
+    return tuple(tuple(n if type(n) is int else str(n) for n in each) for each in (value.shape, value.stride()))
 
 
 def _is_promoted(value: torch.Tensor, operands: list[torch.Tensor]) -> bool:

@@ -1,11 +1,16 @@
-"""Optimizers' operators on lists of tensors: those that follow each other run as one kernel that writes in place."""
+"""Optimizers' operators on lists of tensors: those that follow each other run as one kernel that writes in place.
+
+Roots stay eager's, whose bits no kernel has: before and after one each parameter has a kernel, and what the root
+makes lasts no longer than that parameter's update.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -17,6 +22,7 @@ from graphpasses.graph.nodes import freeze, storages
 
 aten = torch.ops.aten
 
+_ROOTS = aten._foreach_sqrt.default
 MIN_ELEMENTS = 2048  # of a tensor whose kernel takes longer than a call
 
 
@@ -69,14 +75,48 @@ def _lie_alike(nodes: Iterable[fx.Node]) -> bool:
 
 
 def plan_updates(graph: fx.Graph, needed: Mapping[fx.Node, set[fx.Node]]) -> list[tuple[fx.Node, ...]]:
-    """Returns runs of updates that nothing reads before the last of them, and between which nothing large is made."""
+    """Returns runs of updates that nothing reads before the last of them, and between which nothing large is made.
+
+    Roots between updates, of which only these know, are part of a run.
+    """
     runs: list[list[fx.Node]] = [[]]
     for node in graph.nodes:
-        if node.op == "call_function" and is_update(node):
+        is_root = bool(runs[-1]) and node.op == "call_function" and (_is_root(node) or _is_of_root(node, runs[-1]))
+        if node.op == "call_function" and (is_update(node) or is_root):
             runs[-1].append(node)
         elif runs[-1] and (not needed[node].isdisjoint(runs[-1]) or _is_large(node)):
             runs.append([])
-    return [tuple(run) for run in runs if len(run) > 1 and _is_apart(run)]
+    whole = [part for run in runs for part in _whole(run)]
+    return [tuple(run) for run in whole if len(run) > 1 and _is_apart(run)]
+
+
+def _is_root(node: fx.Node) -> bool:
+    if node.target is not _ROOTS or not all(user.target is operator.getitem for user in node.users):
+        return False
+    given: Any = node.args[0]
+    return all(_lie_alike([each]) for each in given) and all(map(is_update, _readers(node)))
+
+
+def _is_of_root(node: fx.Node, run: Sequence[fx.Node]) -> bool:
+    return node.target is operator.getitem and node.args[0] in run
+
+
+def _readers(root: fx.Node) -> list[fx.Node]:
+    return [reader for part in root.users for reader in part.users]
+
+
+def _whole(run: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """Returns a run; without its roots, and cut there, if others read one."""
+    members = set(run)
+    if all(members.issuperset(_readers(node)) for node in run if node.target is _ROOTS):
+        return [[*run]]
+    parts: list[list[fx.Node]] = [[]]
+    for node in run:
+        if is_update(node):
+            parts[-1].append(node)
+        elif parts[-1]:
+            parts.append([])
+    return parts
 
 
 def _is_large(node: fx.Node) -> bool:
@@ -88,20 +128,24 @@ def _is_large(node: fx.Node) -> bool:
 
 def _is_apart(run: Sequence[fx.Node]) -> bool:
     """Whether what is written lies in no memory but its own."""
-    read = dict.fromkeys(each for node in run for each in nodes_in(node.args) if _is_tensor(each))
-    written = dict.fromkeys(each for node in run for each in nodes_in(node.args[0]))
+    updates = [node for node in run if node.target in UPDATES]
+    read = dict.fromkeys(each for node in updates for each in nodes_in(node.args) if _is_tensor(each))
+    written = dict.fromkeys(each for node in updates for each in nodes_in(node.args[0]))
     others = [each for each in read if each not in written]
     memory = storages(*written)
     return len(memory) == len(written) and memory.isdisjoint(storages(*others))
 
 
+_Call = tuple[Any, tuple[Any, ...]]  # an operator of one parameter, and its arguments: the first is what it writes
+
+
 @dataclass(frozen=True)
 class Column:
-    """What a run of updates does with one parameter."""
+    """What a run of updates does with one parameter, or before or after its root."""
 
     tensors: tuple[fx.Node, ...]
     numbers: tuple[fx.Node, ...]  # those that depend on data
-    calls: tuple[tuple[Any, tuple[Any, ...]], ...]  # operators of :data:`UPDATES`, and what they are given
+    calls: tuple[_Call, ...]  # of operators of :data:`UPDATES`
     written: tuple[int, ...]  # which of the tensors anyone may read after it
 
     def key(self) -> Hashable:
@@ -137,27 +181,38 @@ class Column:
         return []
 
 
+class Root(NamedTuple):
+    """A root between the updates of one parameter."""
+
+    made: fx.Node
+    given: fx.Node
+
+
 @dataclass(frozen=True)
 class Updates:
     """What a run of updates does: each parameter by itself."""
 
     nodes: tuple[fx.Node, ...]
-    columns: tuple[Column, ...]
+    parameters: tuple[tuple[Column | Root, ...], ...]  # what is done with each, in turn
+    has_fixed_sizes = True
 
     @classmethod
     def of(cls, nodes: Sequence[fx.Node]) -> Updates:
         members = set(nodes)
-        columns: dict[fx.Node, list[tuple[Any, tuple[Any, ...]]]] = {}
-        for node in nodes:
-            for index in range(len(node.args[0])):  # type: ignore[arg-type]
-                args = tuple(each[index] if isinstance(each, (list, tuple)) else each for each in node.args)
-                tensors: list[Any] = [*filter(_is_tensor, args)]
-                known = {id(columns[each]): columns[each] for each in tensors if each in columns}
-                calls = [call for earlier in known.values() for call in earlier]
-                calls.append((node.target, args))
-                columns |= {each: calls for _, given in calls for each in given if _is_tensor(each)}
-        unique = {id(calls): calls for calls in columns.values()}
-        return cls(tuple(nodes), tuple(_column(calls, members) for calls in unique.values()))
+        by_tensor: dict[fx.Node, list[_Call]] = {}
+        for target, args in _calls(nodes):
+            tensors: list[Any] = [*filter(_is_tensor, args)]
+            known = {id(by_tensor[each]): by_tensor[each] for each in tensors if each in by_tensor}
+            calls = [call for earlier in known.values() for call in earlier]
+            calls.append((target, args))
+            by_tensor |= {each: calls for _, given in calls for each in given if _is_tensor(each)}
+        unique = {id(calls): calls for calls in by_tensor.values()}
+        return cls(tuple(nodes), tuple(tuple(_in_turn(calls, members)) for calls in unique.values()))
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """What is compiled, each by itself."""
+        return tuple(part for parts in self.parameters for part in parts if isinstance(part, Column))
 
     def find_difference(self, kernels: Mapping[Hashable, Kernel]) -> str:
         """Returns how kernels differ from eager's operators on all kinds of numbers, or nothing."""
@@ -171,7 +226,8 @@ class Updates:
         def eager(*given: Any) -> None:
             values = dict(zip(self.inputs, given, strict=True))
             for node in self.nodes:
-                node.target(*fx.node.map_arg(node.args, values.__getitem__))  # type: ignore[operator]
+                args = fx.node.map_arg(node.args, values.__getitem__)
+                values[node] = node.target(*args)  # type: ignore[operator]
 
         kernel = UpdateKernels(self, kernels)
         inputs = [node.meta["val"] if _is_tensor(node) else None for node in self.inputs]
@@ -179,14 +235,59 @@ class Updates:
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
-        return tuple(dict.fromkeys(each for node in self.nodes for each in nodes_in(node.args)))
+        members = set(self.nodes)
+        read = dict.fromkeys(each for node in self.nodes for each in nodes_in(node.args))
+        return tuple(each for each in read if each not in members)
 
     @property
     def outputs(self) -> tuple[fx.Node, ...]:
-        return tuple(column.tensors[index] for column in self.columns for index in column.written)
+        written = (column.tensors[index] for column in self.columns for index in column.written)
+        return tuple(dict.fromkeys(written))
 
 
-def _column(calls: Sequence[tuple[Any, tuple[Any, ...]]], members: set[fx.Node]) -> Column:
+def _calls(nodes: Iterable[fx.Node]) -> Iterator[_Call]:
+    """Yields what is done with each parameter, update by update."""
+    for node in nodes:
+        if node.target is _ROOTS:
+            given: Any = node.args[0]
+            yield from ((_ROOTS, (part, given[part.args[1]])) for part in node.users)
+        elif node.target in UPDATES:
+            for index in range(len(node.args[0])):  # type: ignore[arg-type]
+                lists = (each if isinstance(each, (list, tuple)) else {index: each} for each in node.args)
+                yield node.target, tuple(each[index] for each in lists)
+
+
+def _in_turn(calls: Sequence[_Call], members: set[fx.Node]) -> Iterator[Column | Root]:
+    """Yields what is done with a parameter: updates together, but for what a root needs, and the root."""
+    index = next((index for index, (target, _) in enumerate(calls) if target is _ROOTS), None)
+    if index is None:
+        if calls:
+            yield _column(calls, members)
+        return
+    root = Root(*calls[index][1])
+    before, later = _needed(calls[:index], root.given)
+    if before:
+        yield _column(before, members)
+    yield root
+    yield from _in_turn([*later, *calls[index + 1 :]], members)
+
+
+def _needed(calls: Sequence[_Call], tensor: fx.Node) -> tuple[list[_Call], list[_Call]]:
+    """Returns the calls by which a tensor is made, and the others, if they may come after these."""
+    needed, wanted = list[_Call](), {tensor}
+    later: list[_Call] = []
+    for target, args in reversed(calls):
+        if args[0] in wanted:
+            wanted.update(filter(_is_tensor, args))
+            needed.insert(0, (target, args))
+        else:
+            later.insert(0, (target, args))
+    written = {args[0] for _, args in needed}
+    may_wait = all(written.isdisjoint(args) for _, args in later)
+    return (needed, later) if may_wait else ([*calls], [])
+
+
+def _column(calls: Sequence[_Call], members: set[fx.Node]) -> Column:
     read = dict.fromkeys(each for _, args in calls for each in args if isinstance(each, fx.Node))
     tensors = [*filter(_is_tensor, read)]
     targets = {args[0] for _, args in calls}
@@ -195,24 +296,28 @@ def _column(calls: Sequence[tuple[Any, tuple[Any, ...]]], members: set[fx.Node])
 
 
 class UpdateKernels(nn.Module):
-    """A run of updates as one kernel for each parameter."""
+    """A run of updates as one kernel for each parameter, or one before its root and one after."""
 
     def __init__(self, updates: Updates, kernels: Mapping[Hashable, Kernel]) -> None:
         super().__init__()
-        place = {node: index for index, node in enumerate(updates.inputs)}
-        self._calls = [
-            (
-                column,
-                kernels[column.key()],
-                [place[node] for node in column.tensors],
-                [place[node] for node in column.numbers],
-            )
-            for column in updates.columns
+        self._inputs = updates.inputs
+        self._by_parameter = [
+            [(part, kernels[part.key()] if isinstance(part, Column) else None) for part in parts]
+            for parts in updates.parameters
         ]
 
     def forward(self, *inputs: Any) -> None:
-        for column, kernel, tensors, numbers in self._calls:
-            column.run(kernel, [inputs[index] for index in tensors], [inputs[index] for index in numbers])
+        given = dict(zip(self._inputs, inputs, strict=True))
+        for parts in self._by_parameter:
+            made: dict[fx.Node, torch.Tensor] = {}
+            for part, kernel in parts:
+                if kernel is None:
+                    assert isinstance(part, Root)
+                    made[part.made] = torch.sqrt(given[part.given])
+                else:
+                    assert isinstance(part, Column)
+                    tensors = [made[each] if each in made else given[each] for each in part.tensors]
+                    part.run(kernel, tensors, [given[each] for each in part.numbers])
 
 
 def _is_read(tensor: fx.Node, members: set[fx.Node]) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from graphpasses._torch.exact_kernels import compile_exactly
+from graphpasses._torch.fake_mode import real_tensors
 from graphpasses._torch.schemas import schemas
 from graphpasses.analysis.levels import grouped
 from graphpasses.fusion import exact_operators
@@ -31,7 +32,8 @@ def exact_functions(wanted: Collection[Function]) -> frozenset[Function]:
     known = read_kept("exact_functions")
     missing = sorted((each for each in wanted if _name(*each) not in known), key=str)
     for functions in grouped(missing, key=lambda each: each[1]):
-        is_equal = _compare([target for target, _ in functions], functions[0][1])
+        with real_tensors():
+            is_equal = _compare([target for target, _ in functions], functions[0][1])
         known |= {_name(*each): equal for each, equal in zip(functions, is_equal, strict=True)}
     if missing:
         keep("exact_functions", known)

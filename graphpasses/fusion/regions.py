@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from graphlib import CycleError
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from graphpasses.analysis.backward import is_backward
 from graphpasses.analysis.dependencies import dependencies, topological_sort
-from graphpasses.analysis.effects import is_view, operator_effects
+from graphpasses.analysis.effects import holds_tensor, is_view, operator_effects
 from graphpasses.analysis.levels import grouped
-from graphpasses.fusion.exact_operators import Function, is_exact
+from graphpasses.fusion.exact_operators import Function, is_exact, sizes_of
 from graphpasses.fusion.list_updates import MIN_ELEMENTS, plan_updates
 from graphpasses.graph.nodes import EXACT_REGION, is_collective, storages
 from graphpasses.proof.core.operators import out_of_place
@@ -31,7 +31,7 @@ class Regions(NamedTuple):
 
 def is_only_view(node: fx.Node) -> bool:
     """Whether a call makes a tensor, or several, in the memory of its one operand, and computes nothing."""
-    return node.op == "call_function" and len(node.all_input_nodes) == 1 and is_view(node)
+    return node.op == "call_function" and sum(map(holds_tensor, node.all_input_nodes)) == 1 and is_view(node)
 
 
 def functional_target(node: fx.Node) -> object:
@@ -73,7 +73,7 @@ def plan_regions(graph: fx.Graph, measured: Collection[Function] = ()) -> Region
     regions = tuple(
         nodes
         for nodes in grouped(members, key=lambda node: first[made_by[node]])
-        if sum(made_by[node] is node for node in nodes) > 1 and _is_large(nodes)
+        if sum(made_by[node] is node for node in nodes) > 1 and is_large(nodes)
     )
     updates = plan_updates(graph, needed)
     try:
@@ -93,13 +93,18 @@ def _sink(made_by: dict[fx.Node, fx.Node], level: dict[fx.Node, int], needed: Ma
         levels = {level[each] if each in made_by else -1 for each in readers}
         phases = {is_backward(each) for each in (node, *readers)}
         is_one = len(levels) == len(phases) == len(node.all_input_nodes) == 1
-        if is_one and -1 not in levels and _num_bytes(node) >= _num_bytes(*node.all_input_nodes):
+        if is_one and -1 not in levels and _is_no_smaller(node.meta["val"], node.all_input_nodes[0].meta["val"]):
             level[node] = levels.pop()
 
 
-def _num_bytes(node: fx.Node) -> int:
-    value = node.meta["val"]
-    return value.numel() * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
+def _is_no_smaller(value: Any, other: Any) -> bool:
+    """Whether a tensor has as many bytes as another, for all sizes that vary."""
+    if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return not isinstance(other, torch.Tensor)
+    num, num_other = value.numel(), other.numel()
+    if type(num) is int and type(num_other) is int:
+        return num * value.dtype.itemsize >= num_other * other.dtype.itemsize
+    return sizes_of(value) == sizes_of(other) and value.dtype.itemsize >= other.dtype.itemsize
 
 
 def _join(made_by: Mapping[fx.Node, fx.Node], level: Mapping[fx.Node, int]) -> dict[fx.Node, fx.Node]:
@@ -118,9 +123,11 @@ def _join(made_by: Mapping[fx.Node, fx.Node], level: Mapping[fx.Node, int]) -> d
     return {node: find(node) for node, maker in made_by.items() if maker is node}
 
 
-def _is_large(nodes: Region) -> bool:
-    values = [node.meta["val"] for node in nodes]
-    return any(isinstance(value, torch.Tensor) and value.numel() >= MIN_ELEMENTS for value in values)
+def is_large(nodes: Region) -> bool:
+    """Whether a region makes a tensor whose kernel takes longer than a call; of sizes that vary it may."""
+    values = (node.meta["val"] for node in nodes)
+    numbers = (value.numel() for value in values if isinstance(value, torch.Tensor))
+    return any(type(number) is not int or number >= MIN_ELEMENTS for number in numbers)
 
 
 def _sort(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import fx
 
 from graphpasses.analysis.dependencies import dependencies
 from graphpasses.analysis.effects import operator_effects
-from graphpasses.fusion.list_updates import UPDATES, Updates, plan_updates
+from graphpasses.fusion.list_updates import UPDATES, Column, Root, Updates, plan_updates
 
 aten = torch.ops.aten
 SIZES = ((5, 421), (2049,))
@@ -34,6 +36,28 @@ class Graph:
         node = self.graph.call_function(target, args)
         node.meta["val"] = None
         return node
+
+    def roots(self, tensors: list[fx.Node]) -> list[fx.Node]:
+        root = self.call(aten._foreach_sqrt.default, tensors)
+        root.meta["val"] = [torch.empty(size) for size in SIZES]
+        parts = [self.call(operator.getitem, root, index) for index in range(len(SIZES))]
+        for part, value in zip(parts, root.meta["val"], strict=True):
+            part.meta["val"] = value
+        return parts
+
+    def adam(self) -> list[fx.Node]:
+        """Updates as AdamW does; returns its roots."""
+        p, m, v, g = map(self.tensors, "pmvg")
+        self.call(aten._foreach_mul_.Scalar, p, 0.9)
+        self.call(aten._foreach_lerp_.Scalar, m, g, 0.1)
+        self.call(aten._foreach_addcmul_.Scalar, v, g, g, 0.001)
+        roots = self.roots(v)
+        self.call(aten._foreach_add_.Scalar, roots, 1e-8)
+        self.call(aten._foreach_addcdiv_.Scalar, p, m, roots, -0.01)
+        return roots
+
+    def calls(self) -> list[fx.Node]:
+        return [node for node in self.graph.nodes if node.op == "call_function"]
 
     def runs(self) -> list[list[str]]:
         self.graph.output(())
@@ -67,6 +91,46 @@ def test_updates_have_eagers_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(UPDATES, aten._foreach_lerp_.Scalar, lambda x, end, weight: x + weight * (end - x))
     rounded_twice = {column.key(): column.compile() for column in updates.columns}
     assert "other elements of" in updates.find_difference(rounded_twice)
+
+
+@pytest.mark.slow
+def test_a_root_is_eagers_between_two_kernels() -> None:
+    graph = Graph()
+    graph.adam()
+    updates = Updates.of(graph.calls())
+    before, root, after = updates.parameters[0]
+    assert isinstance(before, Column)
+    assert isinstance(root, Root)
+    assert isinstance(after, Column)
+    assert [target for target, _ in before.calls] == [aten._foreach_addcmul_.Scalar]  # the others can wait
+    assert len(after.calls) == 4
+    assert {after.tensors[index].name for index in after.written} == {"p_0", "m_0"}
+    kernels = {column.key(): column.compile() for column in updates.columns}
+    assert updates.find_difference(kernels) == ""
+    with mock.patch.object(torch, "sqrt", lambda x: x.double().sqrt().float()):  # rounded, which MKL's is not
+        assert "other elements of" in updates.find_difference(kernels)
+    assert graph.runs() == [[node.name for node in graph.calls()]]
+
+
+def test_a_root_that_others_read_cuts_a_run() -> None:
+    graph = Graph()
+    roots = graph.adam()
+    graph.call(aten.neg.default, roots[0]).meta["val"] = torch.empty(SIZES[0])
+    assert graph.runs() == [
+        ["_foreach_mul__scalar", "_foreach_lerp__scalar", "_foreach_addcmul__scalar"],
+        ["_foreach_add__scalar", "_foreach_addcdiv__scalar"],
+    ]
+
+
+def test_what_reads_what_a_root_needs_does_not_wait() -> None:
+    graph = Graph()
+    p, v = map(graph.tensors, "pv")
+    graph.call(aten._foreach_addcmul_.Scalar, p, v, v, 0.1)
+    graph.call(aten._foreach_mul_.Scalar, v, 0.1)
+    graph.call(aten._foreach_addcdiv_.Scalar, p, v, graph.roots(v), -0.01)
+    before, _, _ = Updates.of(graph.calls()).parameters[0]
+    assert isinstance(before, Column)
+    assert len(before.calls) == 2
 
 
 def test_a_run_ends_where_it_is_read() -> None:

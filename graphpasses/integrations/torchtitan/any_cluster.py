@@ -23,7 +23,7 @@ from graphpasses.fsdp.canonical_norm import canonical_clip_grad_norm_
 from graphpasses.fsdp.canonical_update import check_canonical_update
 from graphpasses.fsdp.microbatches import MicrobatchTree
 from graphpasses.integrations.torchtitan.buckets import ACCUMULATE
-from graphpasses.integrations.torchtitan.refusals import PIPELINE
+from graphpasses.integrations.torchtitan.refusals import FUSED, PIPELINE
 
 # Degrees that split a sample's work, so that products and sums are other ones, or whose trainer was not run.
 _DEGREES = ("tensor", "pipeline", "context")
@@ -95,7 +95,7 @@ def _check_degrees(config: Any) -> None:
 
 
 def _check_graph_trainer(trainer: Any) -> None:
-    if (name := trainer.config.compile.pass_pipeline) != PIPELINE:
+    if (name := trainer.config.compile.pass_pipeline) not in (PIPELINE, FUSED):
         raise UnsupportedError(
             f"--compile.pass_pipeline {name!r} reduces in NCCL's order; use --compile.pass_pipeline {PIPELINE}"
         )

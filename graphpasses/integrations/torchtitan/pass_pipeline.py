@@ -1,7 +1,8 @@
 """The passes inside torchtitan's graph_trainer: ``--compile.pass_pipeline graphpasses``.
 
-Importing this module registers the pipeline; ``python -m graphpasses.commands.train_torchtitan`` runs
-``torchtitan.train`` with it.
+``graphpasses_fused`` is the same, and then runs groups of operators whose bits are fixed as one kernel each.
+Importing this module registers both; ``python -m graphpasses.commands.train_torchtitan`` runs ``torchtitan.train``
+with them.
 """
 
 from __future__ import annotations
@@ -17,19 +18,23 @@ from torchtitan.experiments.graph_trainer import passes as titan
 from torchtitan.experiments.graph_trainer.registry import register_pass_pipeline, register_post_init_hook
 from torchtitan.tools.logging import logger
 
+from graphpasses._torch.fake_mode import real_tensors
 from graphpasses._torchtitan import forget_wrapper_classes
 from graphpasses.capture.traced_result import read_traced_result
 from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.plan import BucketPlan
+from graphpasses.fusion.compiled_regions import compile_regions
 from graphpasses.graph import CapturedStep, TrainGraph
 from graphpasses.graph.certificate import Certificate, joined
+from graphpasses.graph.nodes import EXACT_REGION
 from graphpasses.graph.pass_report import PassReport, PipelineReport
 from graphpasses.integrations.torchtitan.buckets import ON_REWRITTEN
 from graphpasses.integrations.torchtitan.chunks import add_chunks_before_casts_pass, release_shared_nodes
 from graphpasses.integrations.torchtitan.eager_model import eager_buckets
 from graphpasses.integrations.torchtitan.guards import TraceWatch, step_check
 from graphpasses.integrations.torchtitan.refusals import (
+    FUSED,
     PIPELINE,
     refuse_options,
     refuse_step,
@@ -37,7 +42,7 @@ from graphpasses.integrations.torchtitan.refusals import (
     warn_of_options,
 )
 from graphpasses.integrations.torchtitan.stages import BUCKETING, Pass, name_of, rewrite_stages, with_ours
-from graphpasses.passes import default_pipeline
+from graphpasses.passes import FuseExactly, default_pipeline
 from graphpasses.proof.prove import prove_as
 
 _CONCRETE = "concretize_ep_chunk_symbolic_shapes_pass"
@@ -48,6 +53,7 @@ _ORIGINS = ("ep_overlap_chunk_pass", "isolate_ep_process_group_pass", "reassign_
 _trainers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
+@register_post_init_hook(FUSED)  # type: ignore[untyped-decorator]
 @register_post_init_hook(PIPELINE)  # type: ignore[untyped-decorator]
 def _remember(trainer: Any) -> None:
     """The pipeline is given the configuration alone, and needs the model."""
@@ -61,6 +67,7 @@ def _remember(trainer: Any) -> None:
         rewrite_stages(trainer)
 
 
+@register_pass_pipeline(FUSED)  # type: ignore[untyped-decorator]
 @register_pass_pipeline(PIPELINE)  # type: ignore[untyped-decorator]
 def graph_passes(traced: Any, config: Any, *, parallel_dims: Any = None) -> list[Callable[..., fx.GraphModule]]:
     """Returns the passes that graph_trainer runs over a step that it traced, in order.
@@ -77,13 +84,15 @@ def graph_passes(traced: Any, config: Any, *, parallel_dims: Any = None) -> list
     refuse_step(trainer, step, expected_layout)
     layout = None if config.compile.disable_passes else expected_layout
     on_rewritten = getattr(trainer, ON_REWRITTEN, None)
+    fuse = config.compile.pass_pipeline == FUSED
     own = _OwnPasses(trainer, step, step.copy(), traced, plan, layout, on_rewritten)
     ours = {
         p.name: p.as_function(step, own.reports, graph_diff=on_rewritten is not None)
-        for p in default_pipeline(plan, expected_layout=expected_layout).passes
+        for p in default_pipeline(plan, expected_layout=expected_layout, fuse=fuse).passes
     }
     theirs = titan.compile_time_passes(traced, config, parallel_dims=parallel_dims, include_inductor=False)
-    passes = [*_with_ours(theirs, ours, own), own.prove_pass, own.report_pass, own.finish_pass]
+    passes = [*_with_ours(theirs, ours, own), *([ours[FuseExactly.name]] if fuse else [])]
+    passes += [own.prove_pass, own.report_pass, own.finish_pass, *([own.compile_kernels_pass] if fuse else [])]
     passes.append(titan.canonicalize_graph_pass)  # not earlier: ours know a captured step by its views
     # Without CUDA graphs the trainer lets .grad be what the step returns, which a CUDA graph writes again.
     may_graph = trainer.device.type == "cuda" and not config.training.disable_cuda_graphs
@@ -213,6 +222,11 @@ class _OwnPasses:
         gm.recompile()
         self.check = step_check(self.trainer, replace(self.step, module=gm))
         return gm
+
+    def compile_kernels_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
+        """Returns a graph that runs each group of exact operators as one kernel."""
+        with real_tensors():
+            return compile_regions(gm, self.step.remembered.setdefault(EXACT_REGION, {}))
 
     def guard_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
         """Lets the graph check at each call that the model, the batch and settings are what it was traced with."""

@@ -19,6 +19,7 @@ from graphpasses.fsdp.layout import Layout
 from graphpasses.graph import CapturedStep, TrainGraph
 
 PIPELINE = "graphpasses"
+FUSED = "graphpasses_fused"  # the same, whose exact operators are one kernel
 _ELSE = "use another --compile.pass_pipeline"
 
 # Options of graph_trainer that the pipeline does not go with, and why.
@@ -40,9 +41,24 @@ def refuse_trainer(trainer: Any) -> None:
             "that mode, or leave the pipeline out"
         )
     refuse_options(trainer.config)
+    if trainer.config.compile.pass_pipeline == FUSED:
+        _refuse_unfused(trainer)
     _refuse_other_dtypes(trainer)
     if trainer.parallel_dims.pp_enabled:
         _refuse_stages(trainer)
+
+
+def _refuse_unfused(trainer: Any) -> None:
+    """Refuses to fuse exactly what Inductor fuses otherwise, and stages, which run as graphs of their own."""
+    for option, is_on in (
+        ("--compile.inductor_compilation full", trainer.config.compile.inductor_compilation == "full"),
+        ("--parallelism.pipeline_parallel_degree above 1", trainer.parallel_dims.pp_enabled),
+    ):
+        if is_on:
+            raise UnsupportedError(
+                f"--compile.pass_pipeline {FUSED} does not go with {option}: leave that out, or use "
+                f"--compile.pass_pipeline {PIPELINE}, which fuses nothing"
+            )
 
 
 def _refuse_stages(trainer: Any) -> None:

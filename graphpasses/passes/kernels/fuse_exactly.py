@@ -9,6 +9,8 @@ import torch
 from torch import fx
 
 from graphpasses._torch import pytree
+from graphpasses._torch.symbols import example_size
+from graphpasses.agreement import CollectiveSequence, Question
 from graphpasses.analysis.dependencies import place_nodes
 from graphpasses.analysis.effects import operator_effects
 from graphpasses.fusion.compiled_regions import compile_regions, layout_of, what_runs
@@ -17,7 +19,6 @@ from graphpasses.fusion.measured import exact_functions, functions_in
 from graphpasses.fusion.regions import Region, functional_target, is_only_view, plan_regions
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.graph.nodes import EXACT_REGION, storages
-from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.passes.runner import GraphPass, Numerics
 
 
@@ -34,14 +35,27 @@ def _make_functional(graph: TrainGraph) -> None:
 
 
 def _measured(graph: TrainGraph) -> frozenset[Function]:
-    """Returns the functions in a graph whose kernels have eager's bits on the machines of all ranks."""
-    functions = [(target, dtype) for target in MEASURED for dtype in sorted(LOW, key=str)]
+    """Returns the functions in a graph whose kernels have eager's bits on the machines of all ranks.
+
+    Ranks agree on those of a joint graph's halves while they have the joint one: each may compile backward later.
+    """
+    agreed: dict[Function, bool] = graph.remembered.setdefault(_EXACT_ON_ALL, {})
     own = functions_in(graph.graph.nodes)
     exact = exact_functions(own)
-    device = next(iter(graph.model.parameters()), torch.empty(0)).device
-    consensus = RankConsensus.of_graph(graph.graph, device)
-    agreed = consensus.all_ranks([each not in own or each in exact for each in functions])
-    return frozenset(each for each, is_exact in zip(functions, agreed, strict=True) if is_exact and each in own)
+    if graph.stage in (Stage.STEP, Stage.JOINT):
+        functions = [(target, dtype) for target in MEASURED for dtype in sorted(LOW, key=str)]
+        flags = [each not in own or each in exact for each in functions]
+        flags = CollectiveSequence(graph).agree(_EXACT_ON_ALL, flags)
+        agreed.update(zip(functions, flags, strict=True))
+    return frozenset(each for each in exact if agreed.get(each))
+
+
+def _on_all(flags_by_rank: list[list[bool]]) -> list[bool]:
+    return [*map(all, zip(*flags_by_rank, strict=True))]
+
+
+# A rank that knows less than what was agreed fuses less: its collectives stay as they are.
+_EXACT_ON_ALL = Question("fuse-exactly", "functions that are exact", _on_all, lambda agreed, own: "")
 
 
 def _widen_where_read(graph: TrainGraph, regions: tuple[Region, ...]) -> bool:
@@ -74,8 +88,8 @@ def _widen_where_read(graph: TrainGraph, regions: tuple[Region, ...]) -> bool:
 
 def _bytes(*nodes: fx.Node) -> int:
     values = pytree.tree_leaves([node.meta.get("val") for node in nodes])
-    sizes = ((value.numel(), value.dtype.itemsize) for value in values if isinstance(value, torch.Tensor))
-    return sum(numel * itemsize for numel, itemsize in sizes if isinstance(numel, int))
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return sum(example_size(value.numel())[0] * value.dtype.itemsize for value in tensors)
 
 
 def _report(graph: fx.Graph, regions: tuple[Region, ...]) -> str:
@@ -135,7 +149,7 @@ class FuseExactly(GraphPass):
 
     name = "fuse-exactly"
     numerics = Numerics.BITWISE
-    stages = frozenset({Stage.STEP})
+    stages = frozenset({Stage.STEP, Stage.JOINT, Stage.FORWARD, Stage.BACKWARD})
     runs_after = frozenset(
         {
             "deduplicate-shared",
@@ -147,11 +161,16 @@ class FuseExactly(GraphPass):
             "schedule-collectives",
             "fuse-table-updates",
             "update-in-backward",
+            "overlap-all-to-all",
+            "reinplace-tbe-updates",
         }
     )
 
     def rewrite(self, graph: TrainGraph) -> int:
-        """Rewrites ``graph`` in place; returns the number of kernels."""
+        """Rewrites ``graph`` in place, but for a joint one, whose halves are; returns the number of kernels."""
+        if graph.stage is Stage.JOINT:
+            _measured(graph)
+            return 0
         _make_functional(graph)
         measured = _measured(graph)
         plan = plan_regions(graph.graph, measured)

@@ -52,6 +52,7 @@ STAGES: dict[str, Any] = {
 CASES = {
     "sharded": {
         "llama3 tied": Case(Recipe("llama3", tied=True, num_layers=1)),
+        "fused": Case(Recipe("llama3", tied=True, num_layers=1), compile=(("pass_pipeline", "graphpasses_fused"),)),
         # A control: as traced, a tied weight's gradients are reduced one by one, and then added.
         "no passes": Case(Recipe("llama3", tied=True, num_layers=1), has_passes=False),
         "offloaded": Case(
@@ -134,6 +135,8 @@ def train_all(cases: dict[str, Case], folder: Path, ports: Sequence[int]) -> Non
                 if dict(case.compile).get("memory_policy") and pipeline:
                     targets = {str(node.target) for node in trainer._traced_step.gm.graph.nodes}
                     assert {"ao.offload.default", "ao.reload.default"} <= targets
+                if "pass_pipeline" in dict(case.compile) and pipeline:  # kernels ran
+                    assert len(trainer._traced_step.gm.graph.find_nodes(op="call_module")) > 9
                 trainer.close()
                 dist.destroy_process_group()
 
@@ -266,6 +269,31 @@ def test_trainers_that_ask_for_no_pipeline_are_refused() -> None:
     assert str(caught.value) == (
         "--compile.pass_pipeline graphpasses would do nothing: graph_trainer runs pipelines with --compile.mode "
         "aot_fx_trace, and the mode is 'jit'. Use that mode, or leave the pipeline out"
+    )
+
+
+@pytest.mark.parametrize(
+    ("inductor", "has_stages", "option"),
+    [
+        ("full", False, "--compile.inductor_compilation full"),
+        ("regional", True, "--parallelism.pipeline_parallel_degree above 1"),
+    ],
+)
+def test_what_is_not_fused_exactly_is_refused(inductor: str, has_stages: bool, option: str) -> None:
+    pytest.importorskip("torchtitan")
+    from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig
+
+    from graphpasses.integrations.torchtitan.pass_pipeline import FUSED, _remember
+
+    compile_config = GraphTrainerCompileConfig(pass_pipeline=FUSED, inductor_compilation=inductor)
+    trainer = SimpleNamespace(
+        parallel_dims=SimpleNamespace(pp_enabled=has_stages), config=SimpleNamespace(compile=compile_config)
+    )
+    with pytest.raises(UnsupportedError) as caught:
+        _remember(trainer)
+    assert str(caught.value) == (
+        f"--compile.pass_pipeline graphpasses_fused does not go with {option}: leave that out, or use "
+        "--compile.pass_pipeline graphpasses, which fuses nothing"
     )
 
 

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from graphpasses._torch.exact_kernels import compile_exactly
+from graphpasses.agreement import CollectiveSequence
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import PipelineError
 from graphpasses.fsdp import BucketPlan
 from graphpasses.fusion import compiled_regions
 from graphpasses.graph import CapturedStep, TrainGraph
 from graphpasses.graph.nodes import EXACT_REGION
-from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.passes import FuseExactly, default_pipeline
 from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
 
@@ -127,7 +127,7 @@ def test_functions_are_fused_where_all_ranks_have_eagers_bits(
     is_exact: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = captured(torch.bfloat16, Pipeline(()))
-    monkeypatch.setattr(RankConsensus, "all_ranks", lambda self, flags: [is_exact and flag for flag in flags])
+    monkeypatch.setattr(CollectiveSequence, "agree", lambda self, _, flags: [is_exact and flag for flag in flags])
     step = Pipeline((FuseExactly(),)).run(step)
     silu = next(node for node in step.graph.nodes if node.target is torch.ops.aten.silu.default)
     assert (EXACT_REGION in silu.meta) is is_exact
