@@ -16,6 +16,7 @@ from torch._dynamo.variables import TorchInGraphFunctionVariable
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import descriptors
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -118,6 +119,8 @@ def operators_of_eager(note: Callable[[str], None]) -> Iterator[None]:
             overload._dispatch_cache.clear()
         with (
             config.patch(enable_dynamo_decompositions=False),
+            # What draws random numbers stays, also where nobody reads them: those that follow are eager's.
+            inductor_config.patch(fallback_random=True),
             mock.patch.dict(handlers, eager, clear=True),
             mock.patch.object(FunctionalTensorMode, "__torch_dispatch__", _keep_strides),
         ):
@@ -146,11 +149,12 @@ def compile_aot_eager(
     module: fx.GraphModule,
     inputs: Sequence[Any],
     stages: Stages,
-    run_first: Callable[[fx.GraphModule, list[Any]], Any],
+    runner: Callable[[fx.GraphModule], Callable[[list[Any]], Any]],
 ) -> Compiled:
     """Compiles a Dynamo graph by AOTAutograd, and runs the ATen graphs as they are, rewritten.
 
-    Without gradients there is one graph: ``joint`` rewrites it first, then ``forward``. ``run_first`` runs each once.
+    Without gradients there is one graph: ``joint`` rewrites it first, then ``forward``. ``runner`` returns what runs
+    a graph; the gradients that a backward graph is given have the strides in which they arrive.
     """
 
     def partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -170,22 +174,19 @@ def compile_aot_eager(
                     node.target = _bernoulli
                 gm.recompile()
 
-            is_first = [True]
+            run_graph = runner(gm)
 
             def run(args: list[Any]) -> Any:
                 values = list(args)
                 args.clear()  # so that what only this call needs is freed as soon as it is used
-                if is_first:
-                    is_first.clear()
-                    return run_first(gm, values)
-                return gm.forward(*values)
+                return run_graph(values)
 
             run._boxed_call = True  # type: ignore[attr-defined]
             return run
 
         return compile_graph
 
-    with gradients_whole():
+    with gradients_whole(copied=False):
         compiled: Compiled = aot_autograd(
             fw_compiler=compiler(stages.forward),
             bw_compiler=compiler(stages.backward),
@@ -261,7 +262,7 @@ def compile_inductor(
     # As an argument, since the backward graph may be compiled later, when the first backward runs.
     # AOTAutograd's own cache would skip the joint passes, on one rank and not on another: they talk to each other.
     # Its elimination of common subexpressions merges equal collectives on ranks that see that they are equal.
-    with functorch_config.patch(enable_autograd_cache=False, cse=False), gradients_whole():
+    with functorch_config.patch(enable_autograd_cache=False, cse=False), gradients_whole(copied=True):
         compiled: Any = compile_fx(
             module, inputs, inner_compile=compile_graph, config_patches=patches, decompositions={}
         )

@@ -1,7 +1,8 @@
-"""Whether the operators of a compiled graph give the strides with which they were traced."""
+"""Strides of a compiled graph that are others than it was traced with: what eager's kernels get, and what differs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -9,16 +10,89 @@ import torch
 from torch import fx
 
 from graphpasses._torch import pytree
+from graphpasses._torch.aot_autograd import is_tangent
+from graphpasses.analysis.effects import operator_effects
 from graphpasses.graph.nodes import named_call
 
+_Strides = tuple[tuple[int, tuple[int, ...]], ...]  # by position of an input
 
-def run_watched(module: fx.GraphModule, values: list[Any], note: Callable[[str], None]) -> Any:
-    """Runs a compiled graph and returns what it returns; ``note`` is told of the first operator with other strides.
+
+def runner(module: fx.GraphModule, note: Callable[[str], None]) -> Callable[[list[Any]], Any]:
+    """Returns what runs a compiled graph; ``note`` is told where strides may round otherwise than in eager.
 
     torch traces by fake tensors. Where a fake kernel gets strides wrong, a view may have become a copy, or a formula
-    another, and kernels behind it may round otherwise than in eager.
+    another: the first run looks at each operator. Gradients of outputs may arrive in other strides than the outputs'.
+    Eager's kernels get them so, and so does the graph if it computes the same with them but for rounding: a formula
+    that would have copied them was traced without the copy. Else it gets copies, in the strides of its trace.
     """
-    return _Watched(module, note).boxed_run(values)
+    placeholders = enumerate(module.graph.find_nodes(op="placeholder"))
+    traced = {index: tuple(node.meta["val"].stride()) for index, node in placeholders if is_tangent(node)}
+    effects = [operator_effects(node) for node in module.graph.nodes if node.op == "call_function"]
+    runs_twice = not any(each.writes or each.has_hidden_state or each.group is not None for each in effects)
+    fits: dict[_Strides, bool] = {}
+    watched = [_Watched(module, note)]
+
+    def run(values: list[Any]) -> Any:
+        others = tuple((i, values[i].stride()) for i, was in traced.items() if _has_other_strides(values[i], was))
+        if fits.get(others, False):
+            return module.forward(*values)
+        copies = [*values]
+        for index, _ in others:
+            copies[index] = torch.empty_strided(
+                values[index].shape, traced[index], dtype=values[index].dtype, device=values[index].device
+            ).copy_(values[index])
+        results = watched.pop().run(*copies) if watched else module.forward(*copies)
+        if others in fits or not others:
+            return results
+        ours = None
+        if runs_twice:
+            arrived = [*values]
+            for index, _ in others:
+                arrived[index] = _with_memory(values[index])
+            try:
+                ours = module.forward(*arrived)
+            except RuntimeError as error:  # a view that a formula makes of a copy
+                note(
+                    f"a gradient arrives in strides {others[0][1]}, and the compiled backward gets a copy ({error}): "
+                    "it may round otherwise than eager's. Call .contiguous() on what the compiled model returns"
+                )
+        fits[others] = ours is not None and _differ_by_rounding(results, ours)
+        return ours if fits[others] else results
+
+    return run
+
+
+def _has_other_strides(value: Any, traced: tuple[Any, ...]) -> bool:
+    is_known = all(type(stride) is int for stride in traced)
+    return is_known and isinstance(value, torch.Tensor) and not are_strides_alike(value.shape, traced, value.stride())
+
+
+def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor of the same strides whose memory a kernel that does not look at strides may read, too."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = tensor.new_zeros(max(extent, tensor.numel()))
+    memory[:extent] = tensor.as_strided((extent,), (1,))
+    return memory.as_strided(tensor.shape, tensor.stride())
+
+
+def _differ_by_rounding(results: Any, others: Any) -> bool:
+    """Whether two runs computed the same, but for rounding."""
+    pairs = zip(pytree.tree_leaves(results), pytree.tree_leaves(others), strict=True)
+    return all(
+        one is other
+        or (
+            isinstance(one, torch.Tensor)
+            and one.shape == other.shape
+            and torch.allclose(one, other, rtol=0, atol=_tolerance(one), equal_nan=True)
+        )
+        for one, other in pairs
+    )
+
+
+def _tolerance(result: torch.Tensor) -> float:
+    if not result.is_floating_point() or not result.numel():
+        return 0.0
+    return result.abs().nan_to_num(0, 0).max().item() * math.sqrt(torch.finfo(result.dtype).eps)
 
 
 class _Watched(fx.Interpreter):

@@ -39,8 +39,9 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
         lambda x: x * torch.empty_like(x.mT).bernoulli_(0.5).mT,
         lambda x: F.softplus(x.reshape(10, 21).mul(1).unsafe_chunk(3, 1)[1].mul_(2)),
         lambda x: F.logsigmoid(F.silu(x.flatten()[:80].view(10, 8).mul(1).T)),
+        lambda x: (F.dropout(x), x * torch.rand(7))[1],
     ],
-    ids=["addcdiv", "addcmul", "bilinear", "dropout", "bernoulli", "written in place", "strides of kernels"],
+    ids=["addcdiv", "addcmul", "bilinear", "dropout", "bernoulli", "written in place", "strides of kernels", "dead"],
 )
 def test_operators_are_eagers(function: Any, dynamic: bool) -> None:
     eager = results(function)
