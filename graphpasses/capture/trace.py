@@ -122,7 +122,8 @@ def trace_step(
                 batch = structure.build(given)
                 containers = structure.containers(batch)[1:]
                 loss = loss_fn(first_model(model), *batch)
-            taken[:] = [keys for container in containers for keys in container.taken()]
+            each_once = {id(container.value): container for container in containers}
+            taken[:] = [keys for container in each_once.values() for keys in container.taken()]
             if different := {fqn for fqn, _ in named_state(model)} ^ own.keys():
                 raise CaptureError(
                     f"loss_fn makes or removes {min(different)!r}, a parameter or buffer, and a captured step would "
