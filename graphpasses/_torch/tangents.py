@@ -15,6 +15,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from graphpasses._torch.symbols import example_size
 
 
 class _Any:
@@ -35,11 +38,11 @@ def gradients_whole(*, copied: bool) -> Iterator[None]:
     original: Any = MemoryFormatMeta.from_tensor
 
     def from_tensor(tensor: Tensor, *args: Any, **options: Any) -> Any:
-        if overlaps_itself(tensor):
+        overlaps = overlaps_itself(tensor)
+        if overlaps:
             return MemoryFormatMeta(memory_format=torch.contiguous_format)
-        found = original(tensor, *args, **options)
-        if copied or found.memory_format is not None:
-            return found
+        if copied or overlaps is None or is_traceable_wrapper_subclass(tensor):
+            return original(tensor, *args, **options)
         anything: Any = _Any()
         return MemoryFormatMeta(size=anything, stride=anything)
 
@@ -47,15 +50,18 @@ def gradients_whole(*, copied: bool) -> Iterator[None]:
         yield
 
 
-def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether elements of a tensor of known sizes may lie in one place; False of others.
+def overlaps_itself(tensor: Tensor) -> bool | None:
+    """Whether elements of a tensor may lie in one place; None where only running tells.
 
     Source: ``FunctionsManual.cpp``, ``_maybe_overlapping_memory``.
     """
-    if tensor.layout is not torch.strided or not all(type(each) is int for each in (*tensor.shape, *tensor.stride())):
+    if tensor.layout is not torch.strided:
         return False
+    sizes, strides = ([example_size(each) for each in of_tensor] for of_tensor in (tensor.shape, tensor.stride()))
+    if any(num_unknown for _, num_unknown in (*sizes, *strides)):
+        return None
     last = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for (stride, _), (size, _) in sorted(zip(strides, sizes, strict=True)):
         if size > 1:
             if stride <= last:
                 return True

@@ -11,10 +11,12 @@ from torch import fx
 
 from graphpasses._torch import pytree
 from graphpasses._torch.aot_autograd import is_tangent
+from graphpasses._torch.symbols import example_size
 from graphpasses.analysis.effects import operator_effects
 from graphpasses.graph.nodes import named_call
 
-_Strides = tuple[tuple[int, tuple[int, ...]], ...]  # by position of an input
+# Of inputs, by position: their dims in the order of memory, and whether they see an element several times.
+_Orders = tuple[tuple[int, tuple[int, ...], bool], ...]
 
 
 def runner(module: fx.GraphModule, note: Callable[[str], None]) -> Callable[[list[Any]], Any]:
@@ -26,34 +28,39 @@ def runner(module: fx.GraphModule, note: Callable[[str], None]) -> Callable[[lis
     that would have copied them was traced without the copy. Else it gets copies, in the strides of its trace.
     """
     placeholders = enumerate(module.graph.find_nodes(op="placeholder"))
-    traced = {index: tuple(node.meta["val"].stride()) for index, node in placeholders if is_tangent(node)}
+    gradients = ((index, node.meta["val"]) for index, node in placeholders if is_tangent(node))
+    traced = {index: value.stride() for index, value in gradients if value.layout is torch.strided}
     effects = [operator_effects(node) for node in module.graph.nodes if node.op == "call_function"]
     runs_twice = not any(each.writes or each.has_hidden_state or each.group is not None for each in effects)
-    fits: dict[_Strides, bool] = {}
+    fits: dict[_Orders, bool] = {}
     watched = [_Watched(module, note)]
 
     def run(values: list[Any]) -> Any:
-        others = tuple((i, values[i].stride()) for i, was in traced.items() if _has_other_strides(values[i], was))
+        expected = {index: _strides_for(values[index].shape, was) for index, was in traced.items()}
+        others = tuple(
+            (index, _order(values[index].stride()), 0 in values[index].stride())
+            for index, strides in expected.items()
+            if not are_strides_alike(values[index].shape, strides, values[index].stride())
+        )
         if fits.get(others, False):
             return module.forward(*values)
         copies = [*values]
-        for index, _ in others:
-            copies[index] = torch.empty_strided(
-                values[index].shape, traced[index], dtype=values[index].dtype, device=values[index].device
-            ).copy_(values[index])
+        for index, *_ in others:
+            options = {"dtype": values[index].dtype, "device": values[index].device}
+            copies[index] = torch.empty_strided(values[index].shape, expected[index], **options).copy_(values[index])
         results = watched.pop().run(*copies) if watched else module.forward(*copies)
         if others in fits or not others:
             return results
         ours = None
         if runs_twice:
             arrived = [*values]
-            for index, _ in others:
+            for index, *_ in others:
                 arrived[index] = _with_memory(values[index])
             try:
                 ours = module.forward(*arrived)
             except RuntimeError as error:  # a view that a formula makes of a copy
                 note(
-                    f"a gradient arrives in strides {others[0][1]}, and the compiled backward gets a copy ({error}): "
+                    f"a gradient arrives in strides {values[others[0][0]].stride()}, and the compiled backward gets a copy ({error}): "
                     "it may round otherwise than eager's. Call .contiguous() on what the compiled model returns"
                 )
         fits[others] = ours is not None and _differ_by_rounding(results, ours)
@@ -62,9 +69,20 @@ def runner(module: fx.GraphModule, note: Callable[[str], None]) -> Callable[[lis
     return run
 
 
-def _has_other_strides(value: Any, traced: tuple[Any, ...]) -> bool:
-    is_known = all(type(stride) is int for stride in traced)
-    return is_known and isinstance(value, torch.Tensor) and not are_strides_alike(value.shape, traced, value.stride())
+def _order(strides: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
+    """Returns the dims of a tensor in the order of its memory."""
+    sizes = [example_size(stride) for stride in strides]
+    return tuple(sorted(range(len(strides)), key=lambda dim: sizes[dim][0], reverse=True))
+
+
+def _strides_for(shape: Sequence[int], traced: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
+    """Returns the strides that a gradient was traced with, for sizes that vary those of a dense tensor."""
+    if all(type(stride) is int for stride in traced):
+        return tuple(traced)  # type: ignore[arg-type]
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(_order(traced)):
+        strides[dim], step = step, step * shape[dim]
+    return tuple(strides)
 
 
 def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
