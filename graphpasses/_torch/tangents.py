@@ -15,8 +15,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from graphpasses._torch.schemas import is_tensor_subclass
 from graphpasses._torch.symbols import example_size
 
 
@@ -41,7 +41,7 @@ def gradients_whole(*, copied: bool) -> Iterator[None]:
         overlaps = overlaps_itself(tensor)
         if overlaps:
             return MemoryFormatMeta(memory_format=torch.contiguous_format)
-        if copied or overlaps is None or is_traceable_wrapper_subclass(tensor):
+        if copied or overlaps is None or is_tensor_subclass(tensor):
             return original(tensor, *args, **options)
         anything: Any = _Any()
         return MemoryFormatMeta(size=anything, stride=anything)
