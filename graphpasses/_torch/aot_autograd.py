@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo import config
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.variables import TorchInGraphFunctionVariable
+from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.variables import SkipFunctionVariable, TorchInGraphFunctionVariable
+from torch._dynamo.variables.builder import VariableBuilder
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import descriptors
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -122,6 +124,7 @@ def operators_of_eager(note: Callable[[str], None]) -> Iterator[None]:
             # What draws random numbers stays, also where nobody reads them: those that follow are eager's.
             inductor_config.patch(fallback_random=True),
             mock.patch.dict(handlers, eager, clear=True),
+            mock.patch.dict(VariableBuilder._type_dispatch(), {torch.jit.ScriptFunction: _run_by_eager}),
             mock.patch.object(FunctionalTensorMode, "__torch_dispatch__", _keep_strides),
         ):
             yield
@@ -129,6 +132,14 @@ def operators_of_eager(note: Callable[[str], None]) -> Iterator[None]:
         for overload, key, kernel in removed:
             overload.py_kernels[key] = kernel
             overload._dispatch_cache.clear()
+
+
+def _run_by_eager(builder: Any, function: Any) -> Any:
+    """Breaks the graph at a call of a function of `torch.jit.script`, whose executor rounds as Python does not."""
+    builder.install_guards(GuardBuilder.TYPE_MATCH)
+    why = f"{function.name} was made by torch.jit.script, whose executor rounds otherwise than its Python"
+    disabled = torch.compiler.disable(lambda: None, reason=why)  # type: ignore[no-untyped-call]
+    return SkipFunctionVariable(disabled, source=builder.source)
 
 
 def _answer(note: Callable[[str], None], answer: Callable[..., Any], variable: Any, tx: Any, *args: Any) -> Any:

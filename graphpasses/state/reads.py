@@ -252,7 +252,7 @@ class Reads:
         of_model = id(this) in self._outside.of_model
         if isinstance(this, nn.Module):
             state = attributes_of(this) or {}
-            if any(name in state[kind] for kind in ("_parameters", "_buffers", "_modules")):
+            if any(name in state.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")):
                 return not of_model
         static = inspect.getattr_static(type(this), name, None)
         if not isinstance(this, nn.Module) and is_torchs(type(this)):  # torch's objects keep caches and counts

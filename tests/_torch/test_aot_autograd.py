@@ -87,3 +87,20 @@ def test_a_formula_whose_strides_are_not_those_of_its_fake_result() -> None:
     assert same(results(graphpasses.compile(function, inner="aot_eager")), eager)
     with pytest.raises(RuntimeError, match="view size is not compatible"):
         results(torch.compile(function, backend="aot_eager"))
+
+
+def gated(x: Tensor, y: Tensor) -> Tensor:
+    z = torch.tanh(x * y + x) * y
+    return z * z + torch.sigmoid(z)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
+def test_functions_of_torch_jit_run_in_their_executor() -> None:
+    scripted: Any = torch.jit.script(gated)
+
+    def function(x: Tensor) -> Tensor:
+        return scripted(x, x.flip(0))
+
+    *_, eager = [results(function) for _ in range(5)]  # it fuses kernels at its third call
+    assert same(results(graphpasses.compile(function, inner="aot_eager")), eager)
+    assert not same(results(torch.compile(function, backend="aot_eager")), eager)

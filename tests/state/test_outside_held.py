@@ -285,3 +285,15 @@ def test_new_ones_of_all_that_are_iterated(holder: Any, add: Callable[[Any], obj
     assert not same_bits(loss_fn(model, X), before)
     with pytest.raises(CaptureError, match=name):
         step(X)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
+def test_a_traced_module_beside_the_model() -> None:
+    frozen = torch.jit.trace(build().requires_grad_(False), X)
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(frozen(x)).square().mean()
+
+    step = capture_train_step(loss_fn, model := build(), X)
+    assert same_bits(step(X), loss_fn(model, X))
+    assert not same_bits(step(X), loss_fn(model, frozen(X)))
