@@ -132,9 +132,9 @@ def trace_step(
             for path, leaf in zip(structure.paths, given, strict=True):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                     raise CaptureError(
-                        f"loss_fn lets {path} require a gradient, by requires_grad_() or by what it writes into it, and "
-                        "a captured step would not. Compute with another tensor: x.detach().requires_grad_(), or x * y "
-                        "for x.mul_(y)"
+                        f"loss_fn lets {path} require a gradient, by requires_grad_() or by what it writes into it, "
+                        "and a captured step would not. Compute with another tensor: x.detach().requires_grad_(), or "
+                        "x * y for x.mul_(y)"
                     )
             for fqn, parameter in named.items():
                 if not parameter.requires_grad:

@@ -189,7 +189,8 @@ def test_what_fails_in_a_quick_call() -> None:
     call = quick_call(make_fx(torch.mm)(torch.ones(2, 3), torch.ones(3, 2)))
     with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
         call(torch.ones(2, 3), torch.ones(2, 3))
-    assert caught.value.__notes__[0].startswith("A captured graph failed, which calls the same operators for each batch")
+    (note,) = caught.value.__notes__
+    assert note.startswith("A captured graph failed, which calls the same operators for each batch")
 
 
 def test_dynamo_traces_what_runs() -> None:

@@ -57,8 +57,9 @@ def bias_gradient(module: nn.Module, backend: str) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forget_compiled_code")
-def test_gradients_arrive_in_their_own_strides() -> None:
-    module = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Flatten(2))
+@pytest.mark.parametrize("between", [nn.Identity(), nn.BatchNorm2d(8)])  # before which a bias has no gradient
+def test_gradients_arrive_in_their_own_strides(between: nn.Module) -> None:
+    module = nn.Sequential(nn.Conv2d(4, 8, 1), between, nn.Flatten(2))
     eager = bias_gradient(module, "eager")
     assert torch.equal(bias_gradient(module, "graphpasses"), eager)
     assert not torch.equal(bias_gradient(module, "aot_eager"), eager)
