@@ -1,10 +1,10 @@
-"""AOTAutograd and Inductor: compile a Dynamo graph with passes between, decompose, and read what values are."""
+"""AOTAutograd and Inductor: compile a Dynamo graph with passes between, and read what values are."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, cast
 from unittest import mock
 
@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo import config
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.variables import TorchInGraphFunctionVariable
+from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.variables import SkipFunctionVariable, TorchInGraphFunctionVariable
+from torch._dynamo.variables.builder import VariableBuilder
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import descriptors
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
+from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphpasses._torch import pytree
-from graphpasses._torch.fake_mode import fake_mode_of
+from graphpasses._torch.decompose import decompose
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses._torch.schemas import bound_arguments, writes_arguments
 from graphpasses._torch.surroundings import after_this_backward
@@ -124,7 +124,10 @@ def operators_of_eager(note: Callable[[str], None]) -> Iterator[None]:
             overload._dispatch_cache.clear()
         with (
             config.patch(enable_dynamo_decompositions=False),
+            # What draws random numbers stays, also where nobody reads them: those that follow are eager's.
+            inductor_config.patch(fallback_random=True),
             mock.patch.dict(handlers, eager, clear=True),
+            mock.patch.dict(VariableBuilder._type_dispatch(), {torch.jit.ScriptFunction: _run_by_eager}),
             mock.patch.object(FunctionalTensorMode, "__torch_dispatch__", _keep_strides),
         ):
             yield
@@ -132,6 +135,14 @@ def operators_of_eager(note: Callable[[str], None]) -> Iterator[None]:
         for overload, key, kernel in removed:
             overload.py_kernels[key] = kernel
             overload._dispatch_cache.clear()
+
+
+def _run_by_eager(builder: Any, function: Any) -> Any:
+    """Breaks the graph at a call of a function of `torch.jit.script`, whose executor rounds as Python does not."""
+    builder.install_guards(GuardBuilder.TYPE_MATCH)
+    why = f"{function.name} was made by torch.jit.script, whose executor rounds otherwise than its Python"
+    disabled = torch.compiler.disable(lambda: None, reason=why)  # type: ignore[no-untyped-call]
+    return SkipFunctionVariable(disabled, source=builder.source)
 
 
 def _answer(note: Callable[[str], None], answer: Callable[..., Any], variable: Any, tx: Any, *args: Any) -> Any:
@@ -152,12 +163,13 @@ def compile_aot_eager(
     module: fx.GraphModule,
     inputs: Sequence[Any],
     stages: Stages,
-    run_first: Callable[[fx.GraphModule, list[Any]], tuple[Any, bool]],
+    runner: Callable[[fx.GraphModule, Callable[[], fx.GraphModule] | None], Compiled],
 ) -> Compiled:
     """Compiles a Dynamo graph by AOTAutograd, and runs the ATen graphs as they are, rewritten.
 
-    Without gradients there is one graph: ``joint`` rewrites it first, then ``forward``. ``run_first`` runs each once,
-    and says whether another may run in its place from then on.
+    Without gradients there is one graph: ``joint`` rewrites it first, then ``forward``. ``runner`` returns what runs
+    a graph, or from the second run on another that is made of it; the gradients that a backward graph is given have
+    the strides in which they arrive.
     """
 
     def partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -173,17 +185,12 @@ def compile_aot_eager(
                 other = runs_as and functools.partial(runs_as, lazy_module(gm, copy_graph(gm.graph)))
                 _call_eagers(gm)
 
-            runs: list[fx.GraphModule] = []
+            run_graph = runner(gm, other and (lambda: _call_eagers(other())))
 
             def run(args: list[Any]) -> Any:
                 values = list(args)
                 args.clear()  # so that what only this call needs is freed as soon as it is used
-                if runs:
-                    return runs[0].forward(*values)
-                made = gm if other is None else _call_eagers(other())
-                result, may_be_other = run_first(gm, values)
-                runs.append(made if may_be_other else gm)
-                return result
+                return run_graph(values)
 
             return _boxed(run)
 
@@ -192,7 +199,7 @@ def compile_aot_eager(
     def compile_backward(gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         return _boxed(stages.compile_backward(gm, inputs, compiler(stages.backward)))
 
-    with gradients_whole():
+    with gradients_whole(copied=False):
         compiled: Compiled = aot_autograd(
             fw_compiler=compiler(stages.forward),
             bw_compiler=compile_backward,
@@ -296,7 +303,7 @@ def compile_inductor(
     # As an argument, since the backward graph may be compiled later, when the first backward runs.
     # AOTAutograd's own cache would skip the joint passes, on one rank and not on another: they talk to each other.
     # Its elimination of common subexpressions merges equal collectives on ranks that see that they are equal.
-    with functorch_config.patch(enable_autograd_cache=False, cse=False), gradients_whole():
+    with functorch_config.patch(enable_autograd_cache=False, cse=False), gradients_whole(copied=True):
         compiled: Any = compile_fx(
             module, inputs, inner_compile=compile_graph, config_patches=patches, decompositions={}
         )
@@ -354,56 +361,3 @@ def _whole(desc: Any) -> tuple[Any, str]:
     while isinstance(desc, (descriptors.SubclassGetAttrAOTInput, descriptors.SubclassGetAttrAOTOutput)):
         desc, attr = desc.base, desc.attr
     return desc, attr
-
-
-_META = ("stack_trace", "nn_module_stack", "seq_nr", "custom", "partitioner_tag", "recompute", "ac_graph_id")
-
-
-def decompose(module: fx.GraphModule) -> None:
-    """Replaces, in place, every operator that Inductor decomposes by what it is made of.
-
-    The graph is functional, and its nodes have ``meta["val"]``; passes saw operators as autograd calls them.
-    """
-    table = select_decomp_table()
-    graph = module.graph
-    nodes = list(graph.nodes)
-    mode = fake_mode_of([node.meta.get("val") for node in nodes])  # also for what makes tensors from numbers
-    for node in nodes:
-        if node.op == "call_function" and node.target in table:
-            _inline(graph, node, table, mode)
-    graph.eliminate_dead_code()
-    module.recompile()
-
-
-def _inline(graph: fx.Graph, node: fx.Node, table: dict[Any, Any], mode: FakeTensorMode | None) -> None:
-    values, spec = pytree.tree_flatten((node.args, node.kwargs))
-    sources = [value for value in values if isinstance(value, fx.Node)]
-
-    def call(*given: Any) -> Any:
-        remaining = iter(given)
-        leaves = [next(remaining) if isinstance(value, fx.Node) else value for value in values]
-        args, kwargs = pytree.tree_unflatten(leaves, spec)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
-
-    vals = [source.meta["val"] for source in sources]
-    with mode or nullcontext(), torch.no_grad():
-        inner = make_fx(call, decomposition_table=table, _allow_non_fake_inputs=True)(*vals).graph
-    if any(item.target is node.target for item in inner.nodes):
-        return  # the decomposition declined
-    placeholders = inner.find_nodes(op="placeholder")
-    with graph.inserting_before(node):
-        mapping = dict(zip(placeholders, sources, strict=True))
-        for item in inner.nodes:
-            if item.op in ("placeholder", "output"):
-                continue
-            new = mapping[item] = graph.node_copy(item, mapping.__getitem__)
-            new.meta.update({key: node.meta[key] for key in _META if key in node.meta})
-    result: Any = fx.node.map_arg(inner.output_node().args[0], mapping.__getitem__)
-    if isinstance(result, fx.Node):
-        node.replace_all_uses_with(result)
-    else:
-        for user in list(node.users):  # operator.getitem
-            part = result[user.args[1]]
-            user.replace_all_uses_with(part)
-            graph.erase_node(user)
-    graph.erase_node(node)

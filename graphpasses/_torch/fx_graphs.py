@@ -83,9 +83,20 @@ def quick_call(module: Any) -> Callable[..., Any]:
             forward = _bound_forward(module)
             made.clear()
             made[version] = forward
-        return forward(module, *values)
+        try:
+            return forward(module, *values)
+        except Exception as error:
+            error.add_note(_FAILED)
+            raise
 
     return call
+
+
+_FAILED = (
+    "A captured graph failed, which calls the same operators for each batch. Where loss_fn catches an error, compute "
+    "without it (torch.linalg.cholesky_ex, torch.where); where a mask selects one row or none, ask for that, as in "
+    "`if rows.shape[0] > 1`: the step is captured again for such a batch"
+)
 
 
 def _bound_forward(module: fx.GraphModule) -> Callable[..., Any]:

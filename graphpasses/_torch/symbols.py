@@ -157,6 +157,8 @@ UNTRACEABLE = (fake_tensor.DynamicOutputShapeException, fake_tensor.UnsupportedO
 
 _aten = torch.ops.aten
 
+_SQUEEZES = (_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims)
+
 # What printed conditions may call.
 _PRINTED = frozenset({"math", "ceil", "floor", "trunc", "sqrt", "max", "min", "abs", "int", "float"})
 
@@ -201,6 +203,8 @@ def decided_by_values(
 
     def assume(condition: Any, message: str, *args: Any, **kwargs: Any) -> Any:
         decided(condition)
+        if condition.is_Equality:  # of a size, which torch takes for another than 0 and 1, to be one of these
+            shape_env.size_like.discard(condition.lhs)
         return defer(condition, message, *args, **kwargs)
 
     def in_trace(value: Any) -> Any:
@@ -212,6 +216,12 @@ def decided_by_values(
             # The tracer would take the number that a tensor outside of the trace holds now for a constant.
             with mode:
                 args = tree_map(in_trace, args)
+        elif func in _SQUEEZES:
+            # torch takes a size that only running tells for another than 1; eager removes such a dim.
+            given = args[1] if len(args) > 1 else range(args[0].dim())
+            for size in [args[0].shape[dim] for dim in ((given,) if isinstance(given, int) else given)]:
+                if isinstance(size, torch.SymInt) and size.node.expr in values:
+                    bool(size == 1)
         elif func is _aten.equal.default:
             with mode:
                 a, b = args

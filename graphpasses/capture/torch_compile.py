@@ -29,7 +29,7 @@ from graphpasses.capture.compiled_gradients import CompiledGradients, find_views
 from graphpasses.capture.compiled_graphs import ModelInputs, read_aot_graph, read_model_graph
 from graphpasses.capture.formulas import give_eagers_formulas
 from graphpasses.capture.late_updates import LateUpdates, compile_whole
-from graphpasses.capture.traced_strides import run_watched
+from graphpasses.capture.traced_strides import runner
 from graphpasses.embedding.backward_checks import check_lookups
 from graphpasses.embedding.torchrec.fake_kernels import fake_kernels_if_loaded
 from graphpasses.embedding.torchrec.pipelines import check_pipeline
@@ -195,9 +195,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
     added = [rewritten.live[index] for index in kept if index >= num_given][: None if late is None else -1]
     fakes = [inputs[index] for index in given] + [node.meta["val"] for node in rewritten.placeholders[len(given) :]]
     if keeps_bits:
-        compiled = compile_aot_eager(
-            rewritten.module, fakes, stages, functools.partial(run_watched, note=report.warn)
-        )
+        compiled = compile_aot_eager(rewritten.module, fakes, stages, functools.partial(runner, note=report.warn))
     else:
         facts = "\n".join(map(repr, (options.pipeline.uuid(), *rewritten.inputs)))
         digest = hashlib.sha256(facts.encode()).hexdigest()

@@ -122,12 +122,20 @@ def trace_step(
                 batch = structure.build(given)
                 containers = structure.containers(batch)[1:]
                 loss = loss_fn(first_model(model), *batch)
-            taken[:] = [keys for container in containers for keys in container.taken()]
+            each_once = {id(container.value): container for container in containers}
+            taken[:] = [keys for container in each_once.values() for keys in container.taken()]
             if different := {fqn for fqn, _ in named_state(model)} ^ own.keys():
                 raise CaptureError(
                     f"loss_fn makes or removes {min(different)!r}, a parameter or buffer, and a captured step would "
                     "not. If it does so at the first call only, run loss_fn once before the capture"
                 )
+            for path, leaf in zip(structure.paths, given, strict=True):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    raise CaptureError(
+                        f"loss_fn lets {path} require a gradient, by requires_grad_() or by what it writes into it, "
+                        "and a captured step would not. Compute with another tensor: x.detach().requires_grad_(), or "
+                        "x * y for x.mul_(y)"
+                    )
             for fqn, parameter in named.items():
                 if not parameter.requires_grad:
                     raise CaptureError(f"loss_fn sets requires_grad of {fqn!r}; set it before the capture")

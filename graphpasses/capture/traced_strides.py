@@ -1,7 +1,8 @@
-"""Whether the operators of a compiled graph give the strides with which they were traced."""
+"""Strides of a compiled graph that are others than it was traced with: what eager's kernels get, and what differs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -9,19 +10,133 @@ import torch
 from torch import fx
 
 from graphpasses._torch import pytree
+from graphpasses._torch.aot_autograd import is_tangent
+from graphpasses._torch.symbols import example_size
+from graphpasses.analysis.effects import operator_effects
 from graphpasses.graph.nodes import named_call
 
+# Of inputs, by position: their dims in the order of memory, and whether they see an element several times.
+_Orders = tuple[tuple[int, tuple[int, ...], bool], ...]
 
-def run_watched(module: fx.GraphModule, values: list[Any], note: Callable[[str], None]) -> tuple[Any, bool]:
-    """Runs a compiled graph; returns what it returns, and whether all operators gave the strides of the trace.
 
-    ``note`` is told of the first with others.
+def runner(
+    module: fx.GraphModule, other: Callable[[], fx.GraphModule] | None, note: Callable[[str], None]
+) -> Callable[[list[Any]], Any]:
+    """Returns what runs a compiled graph; ``note`` is told where strides may round otherwise than in eager.
 
     torch traces by fake tensors. Where a fake kernel gets strides wrong, a view may have become a copy, or a formula
-    another, and kernels behind it may round otherwise than in eager.
+    another: the first run looks at each operator, and ``other`` runs from the second on, if all strides are right.
+    Gradients of outputs may arrive in other strides than the outputs'. Eager's kernels get them so, and so does the
+    graph if it computes the same of random numbers in these strides but for rounding: a formula that would have
+    copied them was traced without the copy. Else it gets copies, in the strides of its trace.
     """
-    watched = _Watched(module, note)
-    return watched.boxed_run(values), not watched.is_noted
+    placeholders = enumerate(module.graph.find_nodes(op="placeholder"))
+    gradients = ((index, node.meta["val"]) for index, node in placeholders if is_tangent(node))
+    traced = {index: value.stride() for index, value in gradients if value.layout is torch.strided}
+    effects = [operator_effects(node) for node in module.graph.nodes if node.op == "call_function"]
+    runs_twice = not any(each.writes or each.has_hidden_state or each.group is not None for each in effects)
+    fits: dict[_Orders, bool] = {}
+    runs: list[fx.GraphModule] = []  # from the second run on
+
+    def forward(values: Sequence[Any]) -> Any:
+        if runs:
+            return runs[0].forward(*values)
+        watched = _Watched(module, note)
+        results = watched.run(*values)
+        runs.append(module if other is None or watched.is_noted else other())
+        return results
+
+    def run(values: list[Any]) -> Any:
+        expected = {index: _strides_for(values[index].shape, was) for index, was in traced.items()}
+        others = tuple(
+            (index, _order(values[index].stride()), 0 in values[index].stride())
+            for index, strides in expected.items()
+            if not are_strides_alike(values[index].shape, strides, values[index].stride())
+        )
+        if not others:
+            return forward(values)
+
+        def copied(values: Sequence[Any]) -> list[Any]:
+            copies = [*values]
+            for index, *_ in others:
+                value = values[index]
+                empty = torch.empty_strided(value.shape, expected[index], dtype=value.dtype, device=value.device)
+                copies[index] = empty.copy_(value)
+            return copies
+
+        if others not in fits:
+            tried = [*values]
+            for index, *_ in others:
+                tried[index] = _random_like(values[index])
+            fits[others] = runs_twice and is_alike(forward(copied(tried)), tried)
+        return forward(values if fits[others] else copied(values))
+
+    def is_alike(results: Any, tried: list[Any]) -> bool:
+        try:
+            return _differ_by_rounding(results, forward(tried))
+        except RuntimeError as error:  # a view that a formula makes of a copy
+            note(
+                "a gradient arrives in other strides than its output has, and the compiled backward gets a copy "
+                f"({error}): it may round otherwise than eager's. Call .contiguous() on what the compiled model "
+                "returns"
+            )
+            return False
+
+    return run
+
+
+def _order(strides: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
+    """Returns the dims of a tensor in the order of its memory."""
+    sizes = [example_size(stride) for stride in strides]
+    return tuple(sorted(range(len(strides)), key=lambda dim: sizes[dim][0], reverse=True))
+
+
+def _strides_for(shape: Sequence[int], traced: Sequence[int | torch.SymInt]) -> tuple[int, ...]:
+    """Returns the strides that a gradient was traced with, for sizes that vary those of a dense tensor."""
+    if all(type(stride) is int for stride in traced):
+        return tuple(traced)  # type: ignore[arg-type]
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(_order(traced)):
+        strides[dim], step = step, step * shape[dim]
+    return tuple(strides)
+
+
+def _random_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns numbers in a tensor's strides, in memory which a kernel that does not look at strides may read, too."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    generator = torch.Generator(tensor.device).manual_seed(0)
+    size = max(extent, tensor.numel())
+    memory = torch.randn(size, dtype=tensor.dtype, device=tensor.device, generator=generator)
+    return memory.as_strided(tensor.shape, tensor.stride())
+
+
+def _differ_by_rounding(results: Any, others: Any) -> bool:
+    """Whether two runs computed the same, but for rounding."""
+    pairs = [*zip(pytree.tree_leaves(results), pytree.tree_leaves(others), strict=True)]
+    # What cancels out, as the gradient of a bias before a BatchNorm, is as large as the rounding of the others.
+    largest = max((_size(one) for one, _ in pairs if isinstance(one, torch.Tensor)), default=0.0)
+    return all(
+        one is other
+        or (
+            isinstance(one, torch.Tensor)
+            and one.shape == other.shape
+            and torch.allclose(one, other, rtol=0, atol=_tolerance(one, largest), equal_nan=True)
+        )
+        for one, other in pairs
+    )
+
+
+def _size(result: torch.Tensor) -> float:
+    if not result.numel() or not (result.is_floating_point() or result.is_complex()):
+        return 0.0
+    return result.abs().nan_to_num(0, 0).max().item()
+
+
+def _tolerance(result: torch.Tensor, largest: float) -> float:
+    if not (size := _size(result)):
+        return 0.0
+    eps = torch.finfo(result.dtype).eps
+    return size * math.sqrt(eps) + largest * min(32 * eps, 0.03)
 
 
 class _Watched(fx.Interpreter):

@@ -147,7 +147,7 @@ def _capture(
     # Look
     refuse_model(model)
     structure = BatchStructure.of(batch, TORCHREC)
-    leaves = structure.leaves(batch)
+    structure, leaves = replace(structure, shared=structure.shared_in(batch)), structure.leaves(batch)
     for path, leaf in zip(structure.paths, leaves, strict=True):
         check_leaf(path, leaf)
     # Ranks ask each other at each call only where they decide by values.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +88,8 @@ class BatchStructure:
     taken: tuple[tuple[Any, ...], ...] = ()
     # Of a whole batch, which leaves are one tensor, by which code may decide (`k is v`); () where it does not count.
     same: tuple[int, ...] = ()
+    # Of a whole batch, the containers that stand in it before, by path, each with the path where that is.
+    shared: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, value: Any, *libraries: Containers, path: str = "batch") -> BatchStructure:
@@ -150,36 +153,72 @@ class BatchStructure:
         parts = (child.leaves(items[key]) for key, child in zip(self.keys, self.children, strict=True))
         return [leaf for part in parts for leaf in part]
 
-    def sameness_difference(self, same: tuple[int, ...]) -> str | None:
-        """Says which leaves are one tensor in another batch alone, or were in the captured one alone."""
+    def sameness_difference(self, same: tuple[int, ...], shared: Mapping[str, str]) -> str | None:
+        """Says what is one tensor, or one container, in another batch alone, or was in the captured one alone."""
         for index, (was, now) in enumerate(zip(self.same, same, strict=False)):
             if was != now:
                 are = "are one tensor, and were two" if was == index else "were one tensor"
                 other = self.paths[now if was == index else was]
                 return f"{other} and {self.paths[index]} {are} when the step was captured"
+        for path in {**self.shared, **shared}:
+            if (before := self.shared.get(path)) != (after := shared.get(path)):
+                are = "were one object" if before else "are one object, and were two"
+                return f"{before or after} and {path} {are} when the step was captured"
         return None
 
-    def build(self, leaves: Iterable[Any]) -> Any:
-        if self.kind is None:
-            return next(iter(leaves))
+    def shared_in(self, batch: Any) -> Mapping[str, str]:
+        """Returns the containers of a batch, as ``shared`` has them, that are others before; not tuples."""
+        first: dict[int, str] = {}
+        if self.num_changeable < 2:  # which is known of most batches
+            return {}
+        paths = {each.path: each.value for each in self.containers(batch) if not isinstance(each.value, tuple)}
+        others = {path: first.setdefault(id(value), path) for path, value in paths.items()}
+        return {path: other for path, other in others.items() if other != path}
+
+    @cached_property
+    def num_changeable(self) -> int:
+        """How many containers there are that code may change, which tuples are not."""
+        is_one = self.kind is not None and not issubclass(self.kind, tuple)
+        return is_one + sum(child.num_changeable for child in self.children)
+
+    def build(
+        self, leaves: Iterable[Any], shared: Mapping[str, str] | None = None, made: dict[str, Any] | None = None
+    ) -> Any:
+        """Makes a value of leaves; of a whole batch, what is ``shared``, and was ``made``, is its own."""
         rest = iter(leaves)
-        return self.make({key: child.build(rest) for key, child in zip(self.keys, self.children, strict=True)})
+        if self.kind is None:
+            return next(rest)
+        shared, made = self.shared if shared is None else shared, {} if made is None else made
+        children = zip(self.keys, self.children, strict=True)
+        items = {key: child.build(rest, shared, made) for key, child in children}
+        made[self.path] = made[shared[self.path]] if self.path in shared else self.make(items)
+        return made[self.path]
 
     def fresh(self, batch: Sequence[Any]) -> list[Any]:
         """Returns a batch whose containers are made anew: libraries' keep what they compute, and code changes all."""
-        return [child.renewed(value) for child, value in zip(self.children, batch, strict=True)]
+        made: dict[int, Any] = {}
+        return [child.renewed(value, made) for child, value in zip(self.children, batch, strict=True)]
 
-    def renewed(self, value: Any) -> Any:
-        """Returns a value of this structure, its containers made anew, in the order of its own keys."""
+    def renewed(self, value: Any, made: dict[int, Any]) -> Any:
+        """Returns a value of this structure, its containers made anew, in the order of its own keys.
+
+        Of one that stands in ``made``, by its ``id``, that.
+        """
         if self.kind is None:
             return value
+        if id(value) not in made:
+            made[id(value)] = self._made_anew(value, made)
+        return made[id(value)]
+
+    def _made_anew(self, value: Any, made: dict[int, Any]) -> Any:
         if self.is_of_library:
             return self.build(self.leaves(value))
         opened, children = _open(value, self.library), dict(zip(self.keys, self.children, strict=True))
         if type(value) is not self.kind or opened is None or opened[0].keys() != children.keys():
             self.leaves(value)  # which raises
         assert opened is not None
-        items = {key: children[key].renewed(item) for key, item in opened[0].items()}  # in the order of the caller's
+        # In the order of the caller's.
+        items = {key: children[key].renewed(item, made) for key, item in opened[0].items()}
         return replace(self, spec=opened[1]).make(items)
 
     @property

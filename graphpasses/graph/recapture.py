@@ -74,8 +74,8 @@ class GuardedCache(Generic[S]):
             self._is_checked = True
         if self._is_guarded is None:  # some rank may decide by what the others do not have
             self._is_guarded = not self._consensus.all_ranks([self.steps[0].guards is None])[0]
-        same = same_leaves(leaves)
-        different = [step.batch_structure.sameness_difference(same) for step in self.steps]
+        same, shared = same_leaves(leaves), self.steps[0].batch_structure.shared_in(batch)
+        different = [step.batch_structure.sameness_difference(same, shared) for step in self.steps]
         if not self._is_guarded:
             if different[0] is None:
                 return self.steps[0]

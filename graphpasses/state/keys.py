@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from array import array
+import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -92,8 +92,6 @@ def _key(value: Any, left: list[int], inside: tuple[int, ...]) -> Key:
         target = value()
         is_noted = target is None or isinstance(target, torch.Tensor)
         return Key(own, "a weak reference" if is_noted else (part(target),))
-    if isinstance(value, (memoryview, array)):
-        return Key(own, repr(bytes(value)))
     if isinstance(value, MappingProxyType):
         return Key(own, (part(dict(value)),))
     if is_array(value):
@@ -101,6 +99,10 @@ def _key(value: Any, left: list[int], inside: tuple[int, ...]) -> Key:
             return Key(own, (part(value.ravel().tolist()),))
         contents = sha256(value.tobytes()).hexdigest()[:16]
         return Key(own, f"an array {value.dtype}{[*value.shape]} {contents}")
+    if has_memory(value):
+        with memoryview(value) as memory:
+            data = memory.tobytes()
+        return Key(own, repr(data) if len(data) < 100 else f"{len(data)} bytes {sha256(data).hexdigest()[:16]}")
     if isinstance(value, CONTAINERS) and id(value) not in inside and len(inside) < _MAX_DEPTH:
         left[0] -= len(value)
         if left[0] >= 0:
@@ -129,15 +131,34 @@ def _name(value: Any) -> str:
 
 def is_array(value: Any) -> bool:
     """Whether a value is an array or a number of NumPy's, which need not be there."""
-    return type(value).__module__ == "numpy" and hasattr(value, "tobytes")
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
+
+
+_WITHOUT_MEMORY: set[type] = set()
+
+
+def has_memory(value: Any) -> bool:
+    """Whether Python can read an object's memory, as of those of ``array``, ``ctypes`` and ``mmap``."""
+    if type(value) in _WITHOUT_MEMORY:
+        return False
+    try:
+        memoryview(value).release()
+    except TypeError:
+        _WITHOUT_MEMORY.add(type(value))
+        return False
+    except (ValueError, BufferError):  # it is closed
+        return False
+    return True
 
 
 def changes_in_place(value: Any) -> bool:
     """Whether a value may become another and stay the same object."""
     if isinstance(value, (tuple, frozenset)):
         return any(map(changes_in_place, value))
-    kinds = (*CONTAINERS, MethodType, MappingProxyType, bytearray, memoryview, array)
-    return isinstance(value, kinds) or is_array(value) or torch_state(value) is not None
+    if isinstance(value, (*CONTAINERS, MethodType, MappingProxyType)) or is_array(value):
+        return True
+    return torch_state(value) is not None or (has_memory(value) and not isinstance(value, bytes))
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:

@@ -21,7 +21,7 @@ from graphpasses.state.calls import calls_watched
 from graphpasses.state.keys import MISSING, attributes_of, key_of
 from graphpasses.state.origin import is_torchs, is_users, is_users_code, users_modules
 from graphpasses.state.outside import Outside, refuse_iterator
-from graphpasses.state.slots import Difference, Owner, Slot, read
+from graphpasses.state.slots import Asked, Difference, Owner, Slot, read
 
 # What every module has of torch's own: parameters, hooks; not its mode, which forward may change.
 _MODULE_STATE = frozenset(vars(nn.Module())) - {"training"}
@@ -181,9 +181,11 @@ class Reads:
             if self._is_looking or not self._is_seen(this, name):
                 return reads(this, name)
             if name == "__dict__":
-                for each, value in [*reads(this, name).items()]:
+                state = reads(this, name)
+                for each, value in [*state.items()]:
                     self._on_read(this, each, value)
-                return reads(this, name)
+                self._on_names(this)
+                return state
             try:
                 value = _read(reads, this, name)
             except AttributeError:
@@ -237,12 +239,20 @@ class Reads:
         finally:
             self._is_looking = False
 
+    def _on_names(self, this: Any) -> None:
+        """Notes that code read all attributes that an object has, by ``vars``: new ones count, too."""
+        if (id(this), "__dict__") not in self._ignored and not is_torchs(type(this)):
+            self._ignored.add((id(this), "__dict__"))
+            names = Asked(lambda: [*(attributes_of(this) or ())])
+            asked = self._outside.owner(names, of_model=id(this) in self._outside.of_model)
+            asked.add("__dict__", f"the names in {self._watched[id(this)].path}.__dict__")
+
     def _counts(self, this: Any, name: str, value: Any) -> bool:
         """Whether a step may build an attribute in: no tensor or module of the model's, nor what code computes."""
         of_model = id(this) in self._outside.of_model
         if isinstance(this, nn.Module):
             state = attributes_of(this) or {}
-            if any(name in state[kind] for kind in ("_parameters", "_buffers", "_modules")):
+            if any(name in state.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")):
                 return not of_model
         static = inspect.getattr_static(type(this), name, None)
         if not isinstance(this, nn.Module) and is_torchs(type(this)):  # torch's objects keep caches and counts

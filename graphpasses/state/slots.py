@@ -125,6 +125,10 @@ def _row_of(kind: type) -> _Row:
     return next(row for row in _KINDS if issubclass(kind, row[0]))
 
 
+# Dicts of which each new item counts: in others, as caches, new objects may be for somebody else.
+_OF_MODULES = ("_modules", "_parameters", "_buffers")
+
+
 @dataclass(eq=False, slots=True)
 class Slot:
     """A name of an owner."""
@@ -154,7 +158,8 @@ class Slot:
             is_known = key == self.key or key in self.others
             if not is_known and alike is not None and not self.key.is_plain:  # what that was stands in the key alone
                 is_known = keys.are_alike(self.value if self._copy is None else self._copy, now, alike)
-            part = None if is_known else keys.narrowed(self.path, self.key, key, new_objects=strict)
+            counts_new = strict or self.name in _OF_MODULES
+            part = None if is_known else keys.narrowed(self.path, self.key, key, new_objects=counts_new)
             if part is not None:
                 return Difference(*part, now is self.value and part[0] == self.path)
         if opened is None or now is self.value:  # which has a turn of its own

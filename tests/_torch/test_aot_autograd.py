@@ -39,8 +39,9 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
         lambda x: x * torch.empty_like(x.mT).bernoulli_(0.5).mT,
         lambda x: F.softplus(x.reshape(10, 21).mul(1).unsafe_chunk(3, 1)[1].mul_(2)),
         lambda x: F.logsigmoid(F.silu(x.flatten()[:80].view(10, 8).mul(1).T)),
+        lambda x: (F.dropout(x), x * torch.rand(7))[1],
     ],
-    ids=["addcdiv", "addcmul", "bilinear", "dropout", "bernoulli", "written in place", "strides of kernels"],
+    ids=["addcdiv", "addcmul", "bilinear", "dropout", "bernoulli", "written in place", "strides of kernels", "dead"],
 )
 def test_operators_are_eagers(function: Any, dynamic: bool) -> None:
     eager = results(function)
@@ -86,3 +87,20 @@ def test_a_formula_whose_strides_are_not_those_of_its_fake_result() -> None:
     assert same(results(graphpasses.compile(function, inner="aot_eager")), eager)
     with pytest.raises(RuntimeError, match="view size is not compatible"):
         results(torch.compile(function, backend="aot_eager"))
+
+
+def gated(x: Tensor, y: Tensor) -> Tensor:
+    z = torch.tanh(x * y + x) * y
+    return z * z + torch.sigmoid(z)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
+def test_functions_of_torch_jit_run_in_their_executor() -> None:
+    scripted: Any = torch.jit.script(gated)
+
+    def function(x: Tensor) -> Tensor:
+        return scripted(x, x.flip(0))
+
+    *_, eager = [results(function) for _ in range(5)]  # it fuses kernels at its third call
+    assert same(results(graphpasses.compile(function, inner="aot_eager")), eager)
+    assert not same(results(torch.compile(function, backend="aot_eager")), eager)

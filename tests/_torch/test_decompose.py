@@ -7,7 +7,7 @@ from torch import Tensor
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphpasses._torch.aot_autograd import decompose
+from graphpasses._torch.decompose import decompose
 
 aten = torch.ops.aten
 

@@ -185,6 +185,14 @@ def test_a_quick_call_follows_a_module_that_is_recompiled(make: Callable[..., fx
     assert torch.equal(call(x, y), x.sin() @ y)
 
 
+def test_what_fails_in_a_quick_call() -> None:
+    call = quick_call(make_fx(torch.mm)(torch.ones(2, 3), torch.ones(3, 2)))
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as caught:
+        call(torch.ones(2, 3), torch.ones(2, 3))
+    (note,) = caught.value.__notes__
+    assert note.startswith("A captured graph failed, which calls the same operators for each batch")
+
+
 def test_dynamo_traces_what_runs() -> None:
     module = matmul()
     x, y = torch.randn(3, 4), torch.randn(4, 2)

@@ -1,10 +1,10 @@
-"""Gradients of outputs that see an element several times are not written over each other."""
+"""Gradients of outputs reach a compiled backward as they reach eager's."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import graphpasses
 from graphpasses._torch.tangents import overlaps_itself
@@ -35,3 +35,41 @@ def test_gradients_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(gradient(compiled=True), gradient(compiled=False))
     monkeypatch.setattr("graphpasses._torch.tangents.overlaps_itself", lambda tensor: False)
     assert not torch.equal(gradient(compiled=True), gradient(compiled=False))  # the control: torch's own
+
+
+def bias_gradient(module: nn.Module, backend: str) -> Tensor:
+    """Returns the gradient of a module's bias; that of its output arrives with its dims in reversed order."""
+    torch._dynamo.reset()
+    compiled = {
+        "eager": module,
+        "aot_eager": torch.compile(module, backend="aot_eager"),
+        "graphpasses": graphpasses.compile(module, inner="aot_eager"),
+    }[backend]
+    for _ in range(2):  # the first backward looks which strides it may be given
+        module.zero_grad()
+        random = torch.Generator().manual_seed(0)
+        y = compiled(torch.randn(2, 4, 6, 6, generator=random))
+        y.backward(torch.randn(y.shape[::-1], generator=random).permute(*reversed(range(y.dim()))))
+    gradient = [*module.parameters()][-1].grad
+    assert gradient is not None
+    return gradient
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forget_compiled_code")
+@pytest.mark.parametrize("between", [nn.Identity(), nn.BatchNorm2d(8)])  # before which a bias has no gradient
+def test_gradients_arrive_in_their_own_strides(between: nn.Module) -> None:
+    module = nn.Sequential(nn.Conv2d(4, 8, 1), between, nn.Flatten(2))
+    eager = bias_gradient(module, "eager")
+    assert torch.equal(bias_gradient(module, "graphpasses"), eager)
+    assert not torch.equal(bias_gradient(module, "aot_eager"), eager)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forget_compiled_code")
+def test_a_kernel_that_looks_at_no_strides_gets_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.GroupNorm(2, 4)
+    eager = bias_gradient(module, "eager")
+    assert torch.equal(bias_gradient(module, "graphpasses"), eager)
+    monkeypatch.setattr("graphpasses.capture.traced_strides._differ_by_rounding", lambda results, others: True)
+    assert not torch.equal(bias_gradient(module, "graphpasses"), eager)

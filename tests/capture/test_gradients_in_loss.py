@@ -89,3 +89,15 @@ def test_a_backward_that_calls_backward(check: bool) -> None:
         "takes those that autograd returns. Call torch.autograd.grad there, give the function the parameters, too, "
         "and return their gradients"
     )
+
+
+@pytest.mark.parametrize("change", [lambda model, x: x.requires_grad_(), lambda model, x: x.add_(model[0].bias)])
+def test_a_batch_that_loss_fn_lets_require_a_gradient(change: Callable[..., torch.Tensor]) -> None:
+    x = X.clone()
+    with pytest.raises(CaptureError) as caught:
+        capture_train_step(lambda model, x: loss_fn(model, change(model, x)), build(), x)
+    assert str(caught.value) == (
+        "loss_fn lets batch[0] require a gradient, by requires_grad_() or by what it writes into it, and a captured "
+        "step would not. Compute with another tensor: x.detach().requires_grad_(), or x * y for x.mul_(y)"
+    )
+    assert not x.requires_grad

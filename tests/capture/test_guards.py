@@ -111,6 +111,10 @@ def by_size(model: nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.Tens
     return model(rows).sum() if rows.shape[0] > 3 else model(x).mean()
 
 
+def by_squeeze(model: nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return model(x)[mask.nonzero().squeeze()].mean(0).square().sum()
+
+
 def by_write(model: nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """What decides was written in place, through a view, and so was the batch."""
     counts = torch.zeros(2, dtype=torch.long)
@@ -136,6 +140,7 @@ def in_backward(model: nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.
         (by_int, 4),
         (by_list, 4),
         (by_size, 2),
+        (by_squeeze, 2),
         (by_write, 2),
         (in_backward, 2),
     ],

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from graphpasses.capture import capture_train_step
-from graphpasses.errors import BatchMismatchError
+from graphpasses.errors import BatchMismatchError, CaptureError
 from graphpasses.graph import CapturedStep
 from tests.helpers.models import same_bits
 
@@ -141,3 +141,26 @@ def test_conjugates() -> None:
         "torch.complex64, on cpu, conj view. Capture a step for it, or pad the batch"
     )
     assert same_bits(step(x.conj().resolve_conj()), step(x))
+
+
+def test_a_container_that_stands_twice_in_a_batch() -> None:
+    def loss_fn(model: nn.Module, targets: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        labels = [each.pop("y") for each in targets if "y" in each]
+        return model(torch.cat([each["x"] for each in targets])).sum() * len(labels)
+
+    def make(*, is_one: bool) -> list[dict[str, torch.Tensor]]:
+        target = {"x": torch.ones(1, 4), "y": torch.ones(1)}
+        return [target, target if is_one else dict(target)]
+
+    model = nn.Linear(4, 1)
+    step = capture_train_step(loss_fn, model, make(is_one=True), recapture=False)
+    given = make(is_one=True)
+    one = loss_fn(model, make(is_one=True))
+    assert step(given) == one != loss_fn(model, make(is_one=False))
+    assert [*given[0]] == ["x"]
+    with pytest.raises(CaptureError) as caught:
+        step(make(is_one=False))
+    assert str(caught.value) == (
+        "batch[0][0] and batch[0][1] were one object when the step was captured. Capture it with recapture=True, or "
+        "capture a step for each of these cases"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import os
 import threading
@@ -197,6 +198,8 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], A
         lambda v: v.keywords.update(k=2.0),
     ),
     "array": (lambda: array("d", [1.0]), lambda v: v[0], lambda v: v.__setitem__(0, 2.0)),
+    "ctypes": (lambda: (ctypes.c_float * 1)(1.0), lambda v: v[0], lambda v: v.__setitem__(0, 2.0)),
+    "a masked array": (lambda: np.ma.ones(1), lambda v: v[0], lambda v: v.__setitem__(0, 2.0)),
     "bytearray": (lambda: bytearray(b"\1"), lambda v: v[0], lambda v: v.__setitem__(0, 2)),
     "memoryview": (lambda: memoryview(np.ones(1)), lambda v: v[0], lambda v: v.obj.__setitem__(0, 2.0)),
     "an array of objects": (

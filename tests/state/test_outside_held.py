@@ -262,3 +262,38 @@ def test_an_operator_of_torch() -> None:
     operator = torch.ops.aten.celu.default
     with pytest.raises(CaptureError, match="operator"):
         step(X)
+
+
+@pytest.mark.parametrize(
+    ("holder", "add", "name"),
+    [
+        (nn.ModuleDict({"a": nn.Tanh()}), lambda h: h.add_module("b", nn.Sigmoid()), r"holder\._modules\['b'\]"),
+        (Warmup(), lambda h: setattr(h, "alpha", 0.5), r"the names in holder\.__dict__ was \['beta'\] when"),
+    ],
+    ids=["modules", "attributes"],
+)
+def test_new_ones_of_all_that_are_iterated(holder: Any, add: Callable[[Any], object], name: str) -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        for each in holder.values() if isinstance(holder, nn.Module) else vars(holder).values():
+            x = each(x) if callable(each) else x * each
+        return model(x).square().mean()
+
+    step = capture_train_step(loss_fn, model := build(), X)
+    assert same_bits(step(X), loss_fn(model, X))
+    before = loss_fn(model, X)
+    add(holder)
+    assert not same_bits(loss_fn(model, X), before)
+    with pytest.raises(CaptureError, match=name):
+        step(X)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
+def test_a_traced_module_beside_the_model() -> None:
+    frozen = torch.jit.trace(build().requires_grad_(False), X)
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(frozen(x)).square().mean()
+
+    step = capture_train_step(loss_fn, model := build(), X)
+    assert same_bits(step(X), loss_fn(model, X))
+    assert not same_bits(step(X), loss_fn(model, frozen(X)))
