@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._guards import TracingContext, tracing
+from torch._inductor.utils import get_donated_idxs
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import graphpasses
+from graphpasses._torch.aot_autograd import _donated
 
 pytestmark = pytest.mark.slow
 
@@ -104,3 +109,13 @@ def test_functions_of_torch_jit_run_in_their_executor() -> None:
     *_, eager = [results(function) for _ in range(5)]  # it fuses kernels at its third call
     assert same(results(graphpasses.compile(function, inner="aot_eager")), eager)
     assert not same(results(torch.compile(function, backend="aot_eager")), eager)
+
+
+def test_a_part_of_a_backward_graph_writes_over_nothing_that_stays() -> None:
+    """Inductor reuses the memory of saved tensors, which it knows by their positions in the whole graph."""
+    context = TracingContext(FakeTensorMode())
+    context.fw_metadata = SimpleNamespace(bw_donated_idxs=[1, 2, 3])
+    with tracing(context):
+        with _donated([0, 2, 3, -1, 1], kept=[3]):
+            assert get_donated_idxs() == [1, 4]
+        assert get_donated_idxs() == [1, 2, 3]
