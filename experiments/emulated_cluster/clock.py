@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
+from queue import SimpleQueue
 
 __all__ = ["Clock", "WallClock"]
 
@@ -12,12 +12,19 @@ class WallClock:
     """Seconds as everyone counts them; waiting sleeps."""
 
     def __init__(self) -> None:
-        self._waited = ctypes.c_double()  # captures keep an eye on plain values
+        # One number, out of sight of captures, which keep an eye on what code reads, and refuse what changes.
+        self._waited: SimpleQueue[float] = SimpleQueue()
+        self._waited.put(0.0)
 
     @property
     def waited(self) -> float:
         """Seconds that were waited for, in all."""
-        return self._waited.value
+        return self._wait(0.0)
+
+    def _wait(self, seconds: float) -> float:
+        waited = self._waited.get() + seconds
+        self._waited.put(waited)
+        return waited
 
     def now(self) -> float:
         """Returns the seconds since some moment."""
@@ -26,7 +33,7 @@ class WallClock:
     def wait_until(self, end: float) -> None:
         """Returns at ``end``, at once if that has passed."""
         left = max(0.0, end - self.now())
-        self._waited.value += left
+        self._wait(left)
         self._pass(left)
 
     def _pass(self, seconds: float) -> None:

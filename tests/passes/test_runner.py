@@ -22,6 +22,7 @@ from graphpasses.fsdp import BucketPlan
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.passes import (
     BucketFSDPCollectives,
+    CanonicalReductions,
     CoalesceGradReductions,
     DeduplicateShared,
     PrefetchCollectives,
@@ -309,7 +310,7 @@ def test_uuid_follows_the_options() -> None:
     assert re.fullmatch(r"[0-9a-f]{64}", Note().uuid())
     assert Note().uuid() == Note().uuid()
     assert len({Note().uuid(), Note("other").uuid(), RemoveDetach().uuid()}) == 3
-    assert PrefetchCollectives(1).uuid() != PrefetchCollectives(2).uuid()
+    assert CanonicalReductions().uuid() != CanonicalReductions(torch.float64).uuid()
     plans = BucketPlan.from_modules([["a"]]), BucketPlan.from_modules([["b"]])
     assert len({BucketFSDPCollectives(plan).uuid() for plan in plans}) == 2
 

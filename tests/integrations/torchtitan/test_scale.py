@@ -22,7 +22,7 @@ from graphpasses.analysis.parameter_collectives import ALL_REDUCE, REDUCE_SCATTE
 from graphpasses.capture.traced_result import read_traced_result
 from graphpasses.commands.train_torchtitan_on_cpu import make_assets
 from graphpasses.errors import GraphPassesError
-from graphpasses.fsdp import BucketPlan, Layout, diff_layouts, eager_layout
+from graphpasses.fsdp import BucketPlan, diff_layouts, eager_layout
 from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.graph import argument, is_collective, wait_of
 from graphpasses.integrations.torchtitan.cpu_configs import Recipe
@@ -87,9 +87,9 @@ class Step:
     smallest_shard: int = 0
 
 
-def in_other_order(plan: BucketPlan, *, expected_layout: Layout) -> Pipeline:
+def in_other_order(plan: BucketPlan, **options: Any) -> Pipeline:
     """The pipeline for buckets as eager has them, but each packed by name."""
-    return default_pipeline(reorder(plan, str), expected_layout=expected_layout)
+    return default_pipeline(reorder(plan, str), **options)
 
 
 def step_of(name: str, folder: Path) -> Step:
