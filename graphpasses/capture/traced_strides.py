@@ -33,9 +33,6 @@ def runner(
     placeholders = enumerate(module.graph.find_nodes(op="placeholder"))
     gradients = ((index, node.meta["val"]) for index, node in placeholders if is_tangent(node))
     traced = {index: value.stride() for index, value in gradients if value.layout is torch.strided}
-    effects = [operator_effects(node) for node in module.graph.nodes if node.op == "call_function"]
-    runs_twice = not any(each.writes or each.has_hidden_state or each.group is not None for each in effects)
-    fits: dict[_Orders, bool] = {}
     runs: list[fx.GraphModule] = []  # from the second run on
 
     def forward(values: Sequence[Any]) -> Any:
@@ -45,6 +42,12 @@ def runner(
         results = watched.run(*values)
         runs.append(module if other is None or watched.is_noted else other())
         return results
+
+    if not traced:  # a forward graph
+        return forward
+    effects = [operator_effects(node) for node in module.graph.nodes if node.op == "call_function"]
+    runs_twice = not any(each.writes or each.has_hidden_state or each.group is not None for each in effects)
+    fits: dict[_Orders, bool] = {}
 
     def run(values: list[Any]) -> Any:
         expected = {index: _strides_for(values[index].shape, was) for index, was in traced.items()}
