@@ -24,7 +24,6 @@ from experiments.graph_trainer_parity.cases import (
     Case,
 )
 from experiments.harness.verdict import run_path
-from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.integrations.torchtitan import pass_pipeline
 from graphpasses.integrations.torchtitan.cpu_configs import trainer_config
@@ -96,7 +95,6 @@ def divide_experts_gradients(trainer: Any) -> None:
     trainer.forward_backward_step = divided
 
 
-def sorted_pipeline(plan: BucketPlan, *, expected_layout: Layout) -> Pipeline:
+def sorted_pipeline(plan: BucketPlan, **options: Any) -> Pipeline:
     """Returns the pipeline with the parameters of each bucket in another order, and no layout to keep to."""
-    del expected_layout
-    return default_pipeline(reorder(plan, str))
+    return default_pipeline(reorder(plan, str), **{**options, "expected_layout": None})
