@@ -4,27 +4,43 @@ from __future__ import annotations
 
 import time
 from queue import SimpleQueue
+from typing import Generic, TypeVar
 
-__all__ = ["Clock", "WallClock"]
+__all__ = ["Clock", "Hidden", "WallClock"]
+
+T = TypeVar("T")
+
+
+class Hidden(Generic[T]):
+    """Something out of sight of captures, which keep an eye on what code reads, and refuse what changes."""
+
+    def __init__(self, value: T) -> None:
+        self._held: SimpleQueue[T] = SimpleQueue()
+        self._held.put(value)
+
+    @property
+    def value(self) -> T:
+        """What is hidden."""
+        value = self._held.get()
+        self._held.put(value)
+        return value
 
 
 class WallClock:
     """Seconds as everyone counts them; waiting sleeps."""
 
     def __init__(self) -> None:
-        # One number, out of sight of captures, which keep an eye on what code reads, and refuse what changes.
-        self._waited: SimpleQueue[float] = SimpleQueue()
-        self._waited.put(0.0)
+        self._waited = Hidden([0.0])
 
     @property
     def waited(self) -> float:
         """Seconds that were waited for, in all."""
-        return self._wait(0.0)
+        return self._waited.value[0]
 
-    def _wait(self, seconds: float) -> float:
-        waited = self._waited.get() + seconds
-        self._waited.put(waited)
-        return waited
+    @property
+    def computed(self) -> float:
+        """Seconds as of ``now``, without those that were waited for."""
+        return self.now() - self.waited
 
     def now(self) -> float:
         """Returns the seconds since some moment."""
@@ -33,7 +49,7 @@ class WallClock:
     def wait_until(self, end: float) -> None:
         """Returns at ``end``, at once if that has passed."""
         left = max(0.0, end - self.now())
-        self._wait(left)
+        self._waited.value[0] += left
         self._pass(left)
 
     def _pass(self, seconds: float) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from experiments.emulated_cluster.clock import WallClock
-from experiments.emulated_cluster.streams import Streams
+from experiments.emulated_cluster.clock import Hidden, WallClock
+from experiments.emulated_cluster.streams import Moment, Streams
 from graphpasses._torch.process_group import serve_collectives_without_tensors
+from graphpasses.graph.traffic import Event, Traffic
 from graphpasses.scale import Transfer
 from graphpasses.simulate.process_group import RingProcessGroup
 
@@ -33,7 +34,29 @@ class Cluster:
         self.wire = wire
         self.clock = clock or WallClock()
         self.streams = Streams(self.clock)
-        self.sent: list[tuple[Transfer, float]] = []  # the collectives since it was last cleared, and their seconds
+        self._launches = Hidden[list[tuple[Transfer, float]]]([])  # each with what the clock had computed then
+
+    def launch(self, transfer: Transfer) -> int:
+        """Notes a collective, and returns its number."""
+        launches = self._launches.value
+        launches.append((transfer, self.clock.computed))
+        return len(launches) - 1
+
+    def traffic_of(self, run: Callable[[], object]) -> Traffic:
+        """Runs something, and returns what it sends; ``num_bytes`` of what it computes in between are nanoseconds."""
+        first, now = len(self._launches.value), self.clock.computed
+        run()
+        launches, end = self._launches.value[first:], self.clock.computed
+        transfers, times = zip(*launches, strict=True)
+        happened = [(at, Event("launch", index)) for index, at in enumerate(times)]
+        waits = {number - first: at for number, at in self.streams.waits.items() if number >= first}
+        happened += [(at, Event("wait", index)) for index, at in waits.items()]
+        events: list[Event] = []
+        for at, event in [*sorted(happened, key=lambda each: each[0]), (end, None)]:
+            events.append(Event("compute", num_bytes=round(1e9 * (at - now))))
+            events += [event] if event else []
+            now = at
+        return Traffic(transfers[0].num_ranks, transfers, tuple(events))
 
 
 _clusters: list[Cluster] = []
@@ -66,16 +89,13 @@ def emulated_cluster(num_ranks: int, cluster: Cluster, rank: int = 0) -> Iterato
 
 
 class _Work(dist.Work):
-    def __init__(self, cluster: Cluster, end: float, sent: object) -> None:
+    def __init__(self, cluster: Cluster, done: Moment, sent: object) -> None:
         super().__init__()
-        self._cluster, self._end, self._sent = (
-            cluster,
-            end,
-            sent,
-        )  # what is sent lives until it has been waited for
+        self._cluster, self._done = cluster, done
+        self._sent = sent  # it lives until it has been waited for
 
     def wait(self, timeout: object = None) -> bool:
-        self._cluster.streams.current.wait_until(self._end)
+        self._cluster.streams.current.wait_until(self._done)
         self._sent = None
         return True
 
@@ -106,10 +126,9 @@ class EmulatedProcessGroup(RingProcessGroup):
 
     def _timed(self, collective: str, num_bytes: int, sent: object) -> dist.Work:
         transfer = Transfer(collective, num_bytes, self.size(), self._stride)
-        seconds = self._cluster.wire(transfer)
-        self._cluster.sent.append((transfer, seconds))
-        self._free = max(self._free, self._cluster.streams.current.end) + seconds
-        return _Work(self._cluster, self._free, sent)
+        number = self._cluster.launch(transfer)
+        self._free = max(self._free, self._cluster.streams.current.moment.end) + self._cluster.wire(transfer)
+        return _Work(self._cluster, Moment(self._free, frozenset({number})), sent)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         """Gathers this rank's shard as each rank's."""

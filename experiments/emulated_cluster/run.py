@@ -5,10 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from experiments.emulated_cluster.clock import Clock, WallClock
@@ -23,10 +22,10 @@ from graphpasses.errors import PipelineError
 from graphpasses.graph import CapturedStep, is_collective
 from graphpasses.passes import PrefetchCollectives, ScheduleCollectives, default_pipeline
 from graphpasses.passes.fsdp._moves import MovableReduction, Moves, Program, Segment
-from graphpasses.passes.fsdp._scheduler import lazy_schedule
 from graphpasses.passes.fsdp._timeline import Costs, Timeline, replay_order
 from graphpasses.passes.runner import GraphPass, Pipeline
 from graphpasses.scale import Speeds, Transfer, Wire
+from graphpasses.scale.step_time import replay
 
 __all__ = ["ALONE", "EAGER", "ORDER", "Found", "Variant", "compare"]
 
@@ -62,7 +61,7 @@ class Found:
     """All ways to run the step of a model."""
 
     variants: Mapping[str, Variant]
-    predicted_gain: float  # seconds that eager is expected to gain by gathering ahead, by its own compute
+    predicted_gain: float  # seconds that eager is expected to gain by gathering ahead, see :func:`_predicted_gain`
     first_gather: float  # seconds on the wire
     last_reduction: float
     # Exposed seconds that no order of FSDP2's collectives gets below: what must be gathered before something is
@@ -97,13 +96,14 @@ def compare(name: str, num_ranks: int, num_rounds: int, *, is_wall: bool, tokens
         gather_ahead(alone, False)
         batch = torch.randint(0, 4096, (2, tokens), generator=torch.Generator().manual_seed(0))
         steps, failed = _steps(model, batch, cluster)
-        cluster.wire = WIRE
         runs: dict[str, Callable[[], object]] = {
             ALONE: lambda: loss_fn(alone, batch).backward(),
             EAGER: lambda: loss_fn(model, batch).backward(),
             **{each: lambda step=step: step(batch) for each, step in steps.items()},
         }
         models = {each: alone if each == ALONE else model for each in runs}
+        gain = statistics.median(_predicted_gain(cluster, runs, models) for _ in range(num_rounds))
+        cluster.wire = WIRE
         took: dict[str, list[tuple[float, float]]] = {each: [] for each in runs}
         for index in range(num_rounds + 1):
             for each, run in runs.items():
@@ -124,37 +124,25 @@ def compare(name: str, num_ranks: int, num_rounds: int, *, is_wall: bool, tokens
             for each, run in runs.items()
         }
         program = Program(Moves(steps[ORDER], costs))
-        slower = _Slower(steps[ORDER], variants[EAGER].seconds - variants[EAGER].exposed)
-        alone_order = lazy_schedule(program, costs, 1).order
-        orders = (alone_order, _after_the_one_before(program, steps[ORDER]))
-        before, after = (replay_order(order, slower, ()).exposed for order in orders)
         ends = program.gathers[0].sent, _seconds_sent(program.reductions[-1])
         in_place = sum(_sent_in_place(each, costs) for each in program.segments)
-        return Found(variants, before - after, *ends, _critical(program, costs), in_place, failed)
+        return Found(variants, gain, *ends, _critical(program, costs), in_place, failed)
 
 
-def _after_the_one_before(program: Program, step: CapturedStep) -> list[fx.Node]:
-    """Returns FSDP2's order as a host has it that waits itself: it gathers ahead once the gather before has arrived.
+def _predicted_gain(
+    cluster: Cluster, runs: Mapping[str, Callable[[], object]], models: Mapping[str, nn.Module]
+) -> float:
+    """Returns how much less eager is to wait if it gathers ahead.
 
-    A GPU's host launches the next gather before the device waits.
+    Both run where no collective takes time; :func:`graphpasses.scale.step_time.replay` then plays what each
+    computed, launched and waited for, on a wire.
     """
-    place = {node: index for index, node in enumerate(step.graph.nodes)}
-    ahead = sorted(program.gathers, key=lambda each: place[each.arrive[0]])
-    for before, gather in pairwise(ahead):
-        end = max(place[node] for node in before.arrive)
-        for number, node in enumerate(gather.launch, 1):
-            place[node] = max(place[node], end + number / (len(gather.launch) + 1))
-    return sorted(place, key=place.__getitem__)
-
-
-class _Slower(Costs):
-    """Costs of a step that computes longer, as eager with its Python, evenly spread."""
-
-    def __init__(self, step: CapturedStep, compute: float) -> None:
-        super().__init__(step, WIRE)
-        measured = self.seconds
-        factor = compute / sum(map(measured, step.graph.nodes))
-        self.seconds = lambda node: factor * measured(node)
+    exposed = {}
+    for each in (ALONE, EAGER):
+        traffic = cluster.traffic_of(runs[each])
+        models[each].zero_grad()
+        exposed[each] = replay(traffic, WIRE, lambda _, nanoseconds: 1e-9 * nanoseconds).exposed
+    return exposed[ALONE] - exposed[EAGER]
 
 
 def _no_time(transfer: Transfer) -> float:

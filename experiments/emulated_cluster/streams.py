@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 from unittest import mock
 
 import torch
 
-from experiments.emulated_cluster.clock import WallClock
+from experiments.emulated_cluster.clock import Hidden, WallClock
 
-__all__ = ["Streams"]
+__all__ = ["Moment", "Streams"]
+
+
+class Moment(NamedTuple):
+    """When something is done, and which collectives are by then, by their numbers."""
+
+    end: float = 0.0
+    after: frozenset[int] = frozenset()
+
+    def or_later(self, other: Moment) -> Moment:
+        """Returns when both are done."""
+        return Moment(max(self.end, other.end), self.after | other.after)
 
 
 class Streams:
@@ -18,7 +30,13 @@ class Streams:
 
     def __init__(self, clock: WallClock) -> None:
         self.clock = clock
+        self._waits = Hidden[dict[int, float]]({})
         self.default = self.current = _Stream(self)
+
+    @property
+    def waits(self) -> dict[int, float]:
+        """By the numbers of the collectives for which the host has waited, what the clock had computed then."""
+        return self._waits.value
 
     @contextmanager
     def in_torch(self) -> Iterator[None]:
@@ -43,29 +61,32 @@ class Streams:
 
 
 class _Stream:
-    """A queue of work; ``end`` is when what is queued will be done."""
+    """A queue of work."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._end = 0.0
+        self._queued = Moment()
 
     @property
-    def end(self) -> float:
-        now = self._streams.clock.now()
-        return now if self is self._streams.default else max(self._end, now)
+    def moment(self) -> Moment:
+        """When what is queued will be done."""
+        return self._queued.or_later(Moment(self._streams.clock.now()))
 
-    def wait_until(self, end: float) -> None:
-        """Lets what is queued from now on begin at ``end``."""
+    def wait_until(self, moment: Moment) -> None:
+        """Lets what is queued from now on begin at a moment."""
+        clock, waits = self._streams.clock, self._streams.waits
         if self is self._streams.default:
-            self._streams.clock.wait_until(end)
+            waits.update(dict.fromkeys(sorted(moment.after - waits.keys()), clock.computed))
+            clock.wait_until(moment.end)
         else:
-            self._end = max(self._end, end)
+            end, after = self._queued.or_later(moment)
+            self._queued = Moment(end, after - waits.keys())
 
     def wait_stream(self, other: _Stream) -> None:
-        self.wait_until(other.end)
+        self.wait_until(other.moment)
 
     def wait_event(self, event: _Event) -> None:
-        self.wait_until(event.end)
+        self.wait_until(event.moment)
 
     def record_event(self) -> _Event:
         event = _Event(self._streams)
@@ -78,10 +99,10 @@ class _Event:
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self.end = 0.0
+        self.moment = Moment()
 
     def record(self, stream: _Stream | None = None) -> None:
-        self.end = (stream or self._streams.current).end
+        self.moment = (stream or self._streams.current).moment
 
     def wait(self, stream: _Stream | None = None) -> None:
-        (stream or self._streams.current).wait_until(self.end)
+        (stream or self._streams.current).wait_until(self.moment)

@@ -147,15 +147,16 @@ class StepTime:
 
 
 def replay(traffic: Traffic, wire: Callable[[Transfer], float], compute: Callable[[int, int], float]) -> StepTime:
-    """Plays a step on two streams: one computes, one has the wire, on which collectives go one after the other.
+    """Plays a step on one stream that computes, and one for the process groups of each size and stride.
 
-    A collective starts when it is launched and the one before it has ended. A wait holds compute up until its
-    collective has ended; so does the end of the step, for all. ``wire`` returns the seconds of a collective,
-    ``compute`` those of the FLOPs of matrix products and of the bytes of other operators.
+    A collective starts when it is launched and the one before it on its stream has ended. A wait holds compute up
+    until its collective has ended; so does the end of the step, for all. ``wire`` returns the seconds of a
+    collective, ``compute`` those of the FLOPs of matrix products and of the bytes of other operators.
     """
     ends: dict[int, float] = {}
+    free: dict[tuple[int, int], float] = {}
     seconds = functools.cache(wire)
-    now = computed = sent = free = 0.0
+    now = computed = sent = 0.0
     for event in traffic.events:
         if event.kind == "compute":
             duration = compute(event.flops, event.num_bytes)
@@ -163,10 +164,11 @@ def replay(traffic: Traffic, wire: Callable[[Transfer], float], compute: Callabl
         elif event.kind == "wait":
             now = max(now, ends[event.transfer])
         else:
-            duration = seconds(traffic.transfers[event.transfer])
-            ends[event.transfer] = free = max(free, now) + duration
+            transfer = traffic.transfers[event.transfer]
+            duration, groups = seconds(transfer), (transfer.num_ranks, transfer.stride)
+            ends[event.transfer] = free[groups] = max(free.get(groups, 0.0), now) + duration
             sent += duration
-    return StepTime(computed, sent, max(now, free) - computed)
+    return StepTime(computed, sent, max([now, *free.values()]) - computed)
 
 
 def step_time(traffic: Traffic, speeds: Speeds, algorithm: Algorithm) -> StepTime:
