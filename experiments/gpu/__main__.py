@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=25, help="training steps to compare")
     parser.add_argument("--only", default="", help="checks whose name contains this text")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for each check")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "RESULTS.md", help="file to write")
+    parser.add_argument("--out", type=Path, help="file to write; default: RESULTS.md here, without a GPU runs/gpu.md")
     parser.add_argument("--check", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     device = given.device
@@ -57,16 +57,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.check is not None:
         print(_MARK + json.dumps(_run(CHECKS[given.check], device, given.steps).to_json()), flush=True)
         return 0
+    out = given.out or (Path(__file__).parent / "RESULTS.md" if device == "cuda" else Path("runs/gpu.md"))
+    out.parent.mkdir(parents=True, exist_ok=True)
     results = []
     for index, check in enumerate(CHECKS):
         if given.only in check.name:
             print(f"{check.name} …", flush=True)
             results.append(_in_process(index, device, given.steps, given.timeout))
             print(f"  {results[-1].status} {results[-1].reason}", flush=True)
-            given.out.write_text(_page(results, device, given.steps))
+            out.write_text(_page(results, device, given.steps))
     if not results:
         parser.error(f"no check contains {given.only!r}; there are: {', '.join(each.name for each in CHECKS)}")
-    print(f"wrote {given.out}")
+    print(f"wrote {out}")
     return int(any(result.status in ("WRONG", "failed") for result in results))
 
 
