@@ -113,10 +113,11 @@ def _register(device: str) -> None:
                 setattr(kind, old, getattr(kind, new))
 
     class OverHost(NCCLSimProcessGroup):
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any, ranks: Any, topology: Any) -> None:
-            super().__init__(store, rank, size, timeout, ranks, topology)
+        def __init__(self, options: Any, pg_options: Any) -> None:
+            super().__init__(options, pg_options)
             if device == "cuda":
-                gloo = dist.ProcessGroupGloo(dist.PrefixStore("cuda", store), rank, size, timeout)
+                store = dist.PrefixStore("cuda", options.store)
+                gloo = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, options.timeout)
                 self._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.GLOO, gloo)
 
         def exchange(self, collective: str, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
@@ -130,8 +131,4 @@ def _register(device: str) -> None:
             for rank, tensor in received.items():
                 tensor.detach().copy_(arrived[rank])
 
-    def create(options: Any, pg_options: Any) -> dist.ProcessGroup:
-        ranks = options.global_ranks_in_group or range(options.group_size)
-        return OverHost(options.store, options.group_rank, options.group_size, options.timeout, ranks, None)
-
-    dist.Backend.register_backend("nccl_sim_host", create, extended_api=True, devices=["cpu", "cuda"])
+    dist.Backend.register_backend("nccl_sim_host", OverHost, extended_api=True, devices=["cpu", "cuda"])

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from experiments.gpu import __main__ as command
+from experiments.gpu import ranks
 from experiments.gpu.hashes import hashes
 from experiments.gpu.result import Check, Result, SkippedError
 from experiments.gpu.steps import cuda_graphs
@@ -52,6 +55,15 @@ def test_page() -> None:
 def test_what_a_cpu_cannot_do_is_skipped() -> None:
     with pytest.raises(SkippedError, match="CUDA graphs need a CUDA device"):
         cuda_graphs("cpu", 4)
+
+
+def test_ranks_on_one_device_add_as_nccl() -> None:
+    ranks._register("cpu")
+    dist.init_process_group("nccl_sim_host", rank=0, world_size=1, store=dist.HashStore())
+    x = torch.ones(2)
+    dist.all_reduce(x)
+    dist.destroy_process_group()
+    assert x.tolist() == [1, 1]
 
 
 @pytest.mark.slow
