@@ -82,10 +82,11 @@ def plan_updates(graph: fx.Graph, needed: Mapping[fx.Node, set[fx.Node]]) -> lis
     """
     runs: list[list[fx.Node]] = [[]]
     for node in graph.nodes:
-        is_root = bool(runs[-1]) and node.op == "call_function" and (_is_root(node) or _is_of_root(node, runs[-1]))
-        if node.op == "call_function" and (is_update(node) or is_root):
-            runs[-1].append(node)
-        elif runs[-1] and (not needed[node].isdisjoint(runs[-1]) or _is_large(node)):
+        run = runs[-1]
+        is_of_root = node.target is operator.getitem and node.args[0] in run
+        if is_update(node) or is_of_root or (run and _is_root(node)):
+            run.append(node)
+        elif run and (not needed[node].isdisjoint(run) or _is_large(node)):
             runs.append([])
     whole = [part for run in runs for part in _whole(run)]
     return [tuple(run) for run in whole if len(run) > 1 and _is_apart(run)]
@@ -96,10 +97,6 @@ def _is_root(node: fx.Node) -> bool:
         return False
     given: Any = node.args[0]
     return all(_lie_alike([each]) for each in given) and all(map(is_update, _readers(node)))
-
-
-def _is_of_root(node: fx.Node, run: Sequence[fx.Node]) -> bool:
-    return node.target is operator.getitem and node.args[0] in run
 
 
 def _readers(root: fx.Node) -> list[fx.Node]:
@@ -129,10 +126,9 @@ def _is_large(node: fx.Node) -> bool:
 
 def _is_apart(run: Sequence[fx.Node]) -> bool:
     """Whether what is written lies in no memory but its own."""
-    updates = [node for node in run if node.target in UPDATES]
-    read = dict.fromkeys(each for node in updates for each in nodes_in(node.args) if _is_tensor(each))
-    written = dict.fromkeys(each for node in updates for each in nodes_in(node.args[0]))
-    others = [each for each in read if each not in written]
+    updates = Updates.of(run)
+    written = updates.outputs
+    others = set(updates.inputs).difference(written)
     memory = storages(*written)
     return len(memory) == len(written) and memory.isdisjoint(storages(*others))
 

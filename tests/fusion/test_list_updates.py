@@ -152,3 +152,12 @@ def test_tensors_that_overlap_are_left_alone() -> None:
     graph.call(aten._foreach_lerp_.Scalar, p, g, 0.5)
     graph.call(aten._foreach_add_.Scalar, p, 0.5)
     assert graph.runs() == []
+
+
+def test_roots_of_what_is_written_elsewhere_are_left_alone() -> None:
+    graph = Graph()
+    p, m = map(graph.tensors, "pm")
+    same = [graph.placeholder(f"same_{index}", each.meta["val"][:]) for index, each in enumerate(p)]
+    graph.call(aten._foreach_mul_.Scalar, p, 0.5)
+    graph.call(aten._foreach_addcdiv_.Scalar, p, m, graph.roots(same), 0.5)
+    assert graph.runs() == []
