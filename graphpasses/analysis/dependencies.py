@@ -32,10 +32,7 @@ class _Gradient:
 
 
 def dependencies(
-    graph: fx.Graph,
-    effects: Callable[[fx.Node], Effects],
-    *,
-    in_turn: Callable[[fx.Node], bool] = lambda node: False,
+    graph: fx.Graph, effects: Callable[[fx.Node], Effects], *, in_turn: Callable[[fx.Node], bool] = lambda node: False
 ) -> dict[fx.Node, set[fx.Node]]:
     """Returns which nodes must run before each node; any other change of their order changes no value.
 

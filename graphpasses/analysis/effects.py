@@ -33,14 +33,7 @@ from graphpasses._torch.schemas import (
     written_names,
 )
 from graphpasses.graph import WAIT
-from graphpasses.graph.nodes import (
-    METADATA_OPS,
-    attribute,
-    collective_group,
-    group_names,
-    reach,
-    storages,
-)
+from graphpasses.graph.nodes import METADATA_OPS, attribute, collective_group, group_names, reach, storages
 
 aten = torch.ops.aten
 

@@ -36,10 +36,7 @@ def levels(
 
 
 def call_levels(
-    graph: fx.Graph,
-    counted: Callable[[fx.Node], bool],
-    *,
-    in_turn: Callable[[fx.Node], bool] = lambda node: False,
+    graph: fx.Graph, counted: Callable[[fx.Node], bool], *, in_turn: Callable[[fx.Node], bool] = lambda node: False
 ) -> dict[fx.Node, int]:
     """Returns the levels of a ``DYNAMO`` graph; collectives ``in_turn`` stay after those that they come after."""
     order = dependencies(graph, torch_call_effects, in_turn=in_turn)

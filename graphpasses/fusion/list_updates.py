@@ -1,7 +1,7 @@
 """Optimizers' operators on lists of tensors: those that follow each other run as one kernel that writes in place.
 
-Roots stay eager's, whose bits no kernel has: before and after one each parameter has a kernel, and what the root
-makes lasts no longer than that parameter's update.
+Roots stay eager's, whose bits no kernel has: each parameter's kernel calls it, and what the root makes lasts no
+longer than that parameter's update.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -19,6 +19,7 @@ from graphpasses._torch.exact_kernels import Kernel, compile_exactly, fused_mult
 from graphpasses.analysis.effects import nodes_in
 from graphpasses.fusion.adversarial import find_difference
 from graphpasses.graph.nodes import freeze, storages
+from graphpasses.ops.eager_sqrt import EAGER_SQRT
 
 aten = torch.ops.aten
 
@@ -81,10 +82,11 @@ def plan_updates(graph: fx.Graph, needed: Mapping[fx.Node, set[fx.Node]]) -> lis
     """
     runs: list[list[fx.Node]] = [[]]
     for node in graph.nodes:
-        is_root = bool(runs[-1]) and node.op == "call_function" and (_is_root(node) or _is_of_root(node, runs[-1]))
-        if node.op == "call_function" and (is_update(node) or is_root):
-            runs[-1].append(node)
-        elif runs[-1] and (not needed[node].isdisjoint(runs[-1]) or _is_large(node)):
+        run = runs[-1]
+        is_of_root = node.target is operator.getitem and node.args[0] in run
+        if is_update(node) or is_of_root or (run and _is_root(node)):
+            run.append(node)
+        elif run and (not needed[node].isdisjoint(run) or _is_large(node)):
             runs.append([])
     whole = [part for run in runs for part in _whole(run)]
     return [tuple(run) for run in whole if len(run) > 1 and _is_apart(run)]
@@ -95,10 +97,6 @@ def _is_root(node: fx.Node) -> bool:
         return False
     given: Any = node.args[0]
     return all(_lie_alike([each]) for each in given) and all(map(is_update, _readers(node)))
-
-
-def _is_of_root(node: fx.Node, run: Sequence[fx.Node]) -> bool:
-    return node.target is operator.getitem and node.args[0] in run
 
 
 def _readers(root: fx.Node) -> list[fx.Node]:
@@ -128,64 +126,75 @@ def _is_large(node: fx.Node) -> bool:
 
 def _is_apart(run: Sequence[fx.Node]) -> bool:
     """Whether what is written lies in no memory but its own."""
-    updates = [node for node in run if node.target in UPDATES]
-    read = dict.fromkeys(each for node in updates for each in nodes_in(node.args) if _is_tensor(each))
-    written = dict.fromkeys(each for node in updates for each in nodes_in(node.args[0]))
-    others = [each for each in read if each not in written]
+    updates = Updates.of(run)
+    written = updates.outputs
+    others = set(updates.inputs).difference(written)
     memory = storages(*written)
     return len(memory) == len(written) and memory.isdisjoint(storages(*others))
 
 
-_Call = tuple[Any, tuple[Any, ...]]  # an operator of one parameter, and its arguments: the first is what it writes
+_Call = tuple[Any, tuple[Any, ...]]  # an operator of one parameter, and its arguments: the first is what it makes
 
 
 @dataclass(frozen=True)
 class Column:
-    """What a run of updates does with one parameter, or before or after its root."""
+    """What a run of updates does with one parameter."""
 
     tensors: tuple[fx.Node, ...]
     numbers: tuple[fx.Node, ...]  # those that depend on data
-    calls: tuple[_Call, ...]  # of operators of :data:`UPDATES`
-    written: tuple[int, ...]  # which of the tensors anyone may read after it
+    calls: tuple[_Call, ...]  # of operators of :data:`UPDATES`, and of roots
+
+    @classmethod
+    def of(cls, calls: Sequence[_Call]) -> Column:
+        made = {args[0] for target, args in calls if target is _ROOTS}
+        read = dict.fromkeys(each for _, args in calls for each in args if isinstance(each, fx.Node))
+        tensors = (each for each in read if _is_tensor(each) and each not in made)
+        return cls(tuple(tensors), tuple(each for each in read if not _is_tensor(each)), tuple(calls))
+
+    @property
+    def written(self) -> list[fx.Node]:
+        targets = {args[0] for _, args in self.calls}
+        return [each for each in self.tensors if each in targets]
 
     def key(self) -> Hashable:
         """Returns what columns have in common that compute the same on as many elements."""
-        number = {node: index for index, node in enumerate((*self.tensors, *self.numbers))}
+        nodes = dict.fromkeys((*self.tensors, *self.numbers, *(args[0] for _, args in self.calls)))
+        number = {node: index for index, node in enumerate(nodes)}
         calls = [
             (str(target), freeze(fx.node.map_arg(args, lambda each: ("value", number[each]))))
             for target, args in self.calls
         ]
-        return *calls, len(self.tensors), len(self.numbers), self.tensors[0].meta["val"].numel(), self.written
+        return *calls, len(self.tensors), len(self.numbers), self.tensors[0].meta["val"].numel()
 
     def compile(self) -> Kernel:
         """Compiles it for flat tensors, and one of numbers."""
         sizes = [self.tensors[0].meta["val"].numel()] * len(self.tensors)
         return compile_exactly(self._run_exactly, [*map(torch.empty, (*sizes, len(self.numbers)))])
 
-    def run(self, kernel: Kernel, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> None:
+    def run(self, kernel: Kernel, given: Mapping[fx.Node, Any]) -> None:
         """Runs a kernel of it; each number is rounded, as eager's are."""
-        kernel([*(each.view(-1) for each in tensors), torch.tensor(numbers, dtype=torch.float32)])
+        numbers = torch.tensor([given[each] for each in self.numbers], dtype=torch.float32)
+        kernel([*(given[each].view(-1) for each in self.tensors), numbers])
 
     def _run_exactly(self, *given: torch.Tensor) -> list[torch.Tensor]:
         *tensors, numbers = given
-        values = dict(zip(self.tensors, tensors, strict=True))
-        values |= {node: numbers[index] for index, node in enumerate(self.numbers)}
+        memory = dict(zip(self.tensors, tensors, strict=True))
+        values = memory | {node: numbers[index] for index, node in enumerate(self.numbers)}
         for target, args in self.calls:
+            if target is _ROOTS:
+                made, source = args
+                if source in memory:  # it is read where it is stored, and needs no other place
+                    values[source] = memory[source].copy_(values[source])
+                values[made] = EAGER_SQRT(values[source])
+                continue
             known = [
                 values[each] if isinstance(each, fx.Node) else torch.scalar_tensor(each, dtype=torch.float32)
                 for each in args
             ]
             values[args[0]] = UPDATES[target](*(each.expand_as(known[0]) for each in known))
-        for index in self.written:
-            tensors[index].copy_(values[self.tensors[index]])
+        for node in self.written:
+            memory[node].copy_(values[node])
         return []
-
-
-class Root(NamedTuple):
-    """A root between the updates of one parameter."""
-
-    made: fx.Node
-    given: fx.Node
 
 
 @dataclass(frozen=True)
@@ -193,12 +202,11 @@ class Updates:
     """What a run of updates does: each parameter by itself."""
 
     nodes: tuple[fx.Node, ...]
-    parameters: tuple[tuple[Column | Root, ...], ...]  # what is done with each, in turn
+    columns: tuple[Column, ...]
     has_fixed_sizes = True
 
     @classmethod
     def of(cls, nodes: Sequence[fx.Node]) -> Updates:
-        members = set(nodes)
         by_tensor: dict[fx.Node, list[_Call]] = {}
         for target, args in _calls(nodes):
             tensors: list[Any] = [*filter(_is_tensor, args)]
@@ -207,12 +215,7 @@ class Updates:
             calls.append((target, args))
             by_tensor |= {each: calls for _, given in calls for each in given if _is_tensor(each)}
         unique = {id(calls): calls for calls in by_tensor.values()}
-        return cls(tuple(nodes), tuple(tuple(_in_turn(calls, members)) for calls in unique.values()))
-
-    @property
-    def columns(self) -> tuple[Column, ...]:
-        """What is compiled, each by itself."""
-        return tuple(part for parts in self.parameters for part in parts if isinstance(part, Column))
+        return cls(tuple(nodes), tuple(map(Column.of, unique.values())))
 
     def find_difference(self, kernels: Mapping[Hashable, Kernel]) -> str:
         """Returns how kernels differ from eager's operators on all kinds of numbers, or nothing."""
@@ -241,8 +244,7 @@ class Updates:
 
     @property
     def outputs(self) -> tuple[fx.Node, ...]:
-        written = (column.tensors[index] for column in self.columns for index in column.written)
-        return tuple(dict.fromkeys(written))
+        return tuple(node for column in self.columns for node in column.written)
 
 
 def _calls(nodes: Iterable[fx.Node]) -> Iterator[_Call]:
@@ -257,71 +259,15 @@ def _calls(nodes: Iterable[fx.Node]) -> Iterator[_Call]:
                 yield node.target, tuple(each[index] for each in lists)
 
 
-def _in_turn(calls: Sequence[_Call], members: set[fx.Node]) -> Iterator[Column | Root]:
-    """Yields what is done with a parameter: updates together, but for what a root needs, and the root."""
-    index = next((index for index, (target, _) in enumerate(calls) if target is _ROOTS), None)
-    if index is None:
-        if calls:
-            yield _column(calls, members)
-        return
-    root = Root(*calls[index][1])
-    before, later = _needed(calls[:index], root.given)
-    if before:
-        yield _column(before, members)
-    yield root
-    yield from _in_turn([*later, *calls[index + 1 :]], members)
-
-
-def _needed(calls: Sequence[_Call], tensor: fx.Node) -> tuple[list[_Call], list[_Call]]:
-    """Returns the calls by which a tensor is made, and the others, if they may come after these."""
-    needed, wanted = list[_Call](), {tensor}
-    later: list[_Call] = []
-    for target, args in reversed(calls):
-        if args[0] in wanted:
-            wanted.update(filter(_is_tensor, args))
-            needed.insert(0, (target, args))
-        else:
-            later.insert(0, (target, args))
-    written = {args[0] for _, args in needed}
-    may_wait = all(written.isdisjoint(args) for _, args in later)
-    return (needed, later) if may_wait else ([*calls], [])
-
-
-def _column(calls: Sequence[_Call], members: set[fx.Node]) -> Column:
-    read = dict.fromkeys(each for _, args in calls for each in args if isinstance(each, fx.Node))
-    tensors = [*filter(_is_tensor, read)]
-    targets = {args[0] for _, args in calls}
-    written = (index for index, each in enumerate(tensors) if each in targets and _is_read(each, members))
-    return Column(tuple(tensors), tuple(each for each in read if not _is_tensor(each)), tuple(calls), tuple(written))
-
-
 class UpdateKernels(nn.Module):
-    """A run of updates as one kernel for each parameter, or one before its root and one after."""
+    """A run of updates as one kernel for each parameter."""
 
     def __init__(self, updates: Updates, kernels: Mapping[Hashable, Kernel]) -> None:
         super().__init__()
         self._inputs = updates.inputs
-        self._by_parameter = [
-            [(part, kernels[part.key()] if isinstance(part, Column) else None) for part in parts]
-            for parts in updates.parameters
-        ]
+        self._columns = [(column, kernels[column.key()]) for column in updates.columns]
 
     def forward(self, *inputs: Any) -> None:
         given = dict(zip(self._inputs, inputs, strict=True))
-        for parts in self._by_parameter:
-            made: dict[fx.Node, torch.Tensor] = {}
-            for part, kernel in parts:
-                if kernel is None:
-                    assert isinstance(part, Root)
-                    made[part.made] = torch.sqrt(given[part.given])
-                else:
-                    assert isinstance(part, Column)
-                    tensors = [made[each] if each in made else given[each] for each in part.tensors]
-                    part.run(kernel, tensors, [given[each] for each in part.numbers])
-
-
-def _is_read(tensor: fx.Node, members: set[fx.Node]) -> bool:
-    """Whether anyone may read what a run leaves in a tensor: none does that nothing else knows."""
-    source = tensor.all_input_nodes[0] if tensor.all_input_nodes else tensor
-    is_fresh = source.target is aten._foreach_sqrt.default and tensor.op == "call_function"
-    return not is_fresh or any(user not in members for user in tensor.users)
+        for column, kernel in self._columns:
+            column.run(kernel, given)

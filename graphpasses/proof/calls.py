@@ -120,10 +120,7 @@ class Calls(Memory):
 
     def _made_by(self, node: fx.Node) -> Made | list[Made]:
         """Returns what rules are told of a node's results, whose sizes are known."""
-        fakes, views = (
-            self._facts[node],
-            [place.view for place in self._facts.places[node] if place is not None],
-        )
+        fakes, views = (self._facts[node], [place.view for place in self._facts.places[node] if place is not None])
         made = [
             Made(view.shape, view.dtype, fake.device) for view, (fake, _) in zip(views, leaves(fakes), strict=True)
         ]

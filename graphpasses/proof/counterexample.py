@@ -31,15 +31,7 @@ from graphpasses.proof.terms import KINDS, Term
 
 MAX_TERMS = 20_000
 SEEDS = (0, 1)
-_REFUSALS = (
-    RuntimeError,
-    TypeError,
-    ValueError,
-    LookupError,
-    ArithmeticError,
-    AttributeError,
-    AssertionError,
-)
+_REFUSALS = (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError)
 # Other operators may read memory by random numbers, other functions do what they like.
 _LIBRARIES = ("aten.", "prims.")
 _FUNCTIONS = ("_operator.", "math.", "torch.sym_")

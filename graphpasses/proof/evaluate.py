@@ -13,12 +13,7 @@ from torch import fx
 
 from graphpasses._torch.group_ranks import named_group
 from graphpasses._torch.schemas import draws, read_functionalized_call
-from graphpasses.analysis.effects import (
-    has_hidden_state,
-    is_elementwise_on_lists,
-    names_written,
-    written_inputs,
-)
+from graphpasses.analysis.effects import has_hidden_state, is_elementwise_on_lists, names_written, written_inputs
 from graphpasses.graph import ALL_TO_ALL, WAIT, TrainGraph, argument
 from graphpasses.graph.nodes import (
     EXACT_REGION,

@@ -49,11 +49,7 @@ AXIOMS = {
 
 
 def prove(
-    before: TrainGraph,
-    after: TrainGraph,
-    *,
-    layout: Layout | None = None,
-    topology: Topology | None = None,
+    before: TrainGraph, after: TrainGraph, *, layout: Layout | None = None, topology: Topology | None = None
 ) -> Certificate:
     """Proves that a rewritten step computes the bits of the step that it was made from.
 

@@ -74,11 +74,7 @@ class TorchCalls(Evaluation):
         if node.target == aten.clone.default and not node.kwargs:
             return self._read(argument(node))
         if node in self._lookups:  # it writes its tables in backward
-            return self.opaque(
-                node,
-                self._facts[node],
-                (*self._lookups.key(node, self._argument), *mode),
-            )
+            return self.opaque(node, self._facts[node], (*self._lookups.key(node, self._argument), *mode))
         parts = self._lookups.parts(node, self._argument)
         if parts is not None:
             self._axioms.add(FUSED)

@@ -12,7 +12,7 @@ from torch import fx
 
 from graphpasses.analysis.dependencies import dependencies
 from graphpasses.analysis.effects import operator_effects
-from graphpasses.fusion.list_updates import UPDATES, Column, Root, Updates, plan_updates
+from graphpasses.fusion.list_updates import UPDATES, Updates, plan_updates
 
 aten = torch.ops.aten
 SIZES = ((5, 421), (2049,))
@@ -94,18 +94,13 @@ def test_updates_have_eagers_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_root_is_eagers_between_two_kernels() -> None:
+def test_a_root_is_eagers_inside_a_kernel() -> None:
     graph = Graph()
     graph.adam()
     updates = Updates.of(graph.calls())
-    before, root, after = updates.parameters[0]
-    assert isinstance(before, Column)
-    assert isinstance(root, Root)
-    assert isinstance(after, Column)
-    assert [target for target, _ in before.calls] == [aten._foreach_addcmul_.Scalar]  # the others can wait
-    assert len(after.calls) == 4
-    assert {after.tensors[index].name for index in after.written} == {"p_0", "m_0"}
+    assert [node.name for node in updates.outputs] == ["p_0", "m_0", "v_0", "p_1", "m_1", "v_1"]
     kernels = {column.key(): column.compile() for column in updates.columns}
+    assert len(kernels) == 2
     assert updates.find_difference(kernels) == ""
     with mock.patch.object(torch, "sqrt", lambda x: x.double().sqrt().float()):  # rounded, which MKL's is not
         assert "other elements of" in updates.find_difference(kernels)
@@ -122,15 +117,16 @@ def test_a_root_that_others_read_cuts_a_run() -> None:
     ]
 
 
-def test_what_reads_what_a_root_needs_does_not_wait() -> None:
+@pytest.mark.slow
+def test_what_a_root_read_is_written_again() -> None:
     graph = Graph()
     p, v = map(graph.tensors, "pv")
     graph.call(aten._foreach_addcmul_.Scalar, p, v, v, 0.1)
     graph.call(aten._foreach_mul_.Scalar, v, 0.1)
     graph.call(aten._foreach_addcdiv_.Scalar, p, v, graph.roots(v), -0.01)
-    before, _, _ = Updates.of(graph.calls()).parameters[0]
-    assert isinstance(before, Column)
-    assert len(before.calls) == 2
+    graph.call(aten._foreach_mul_.Scalar, v, 0.3)
+    updates = Updates.of(graph.calls())
+    assert updates.find_difference({column.key(): column.compile() for column in updates.columns}) == ""
 
 
 def test_a_run_ends_where_it_is_read() -> None:
@@ -155,4 +151,13 @@ def test_tensors_that_overlap_are_left_alone() -> None:
     graph.call(aten._foreach_mul_.Scalar, p, 0.5)
     graph.call(aten._foreach_lerp_.Scalar, p, g, 0.5)
     graph.call(aten._foreach_add_.Scalar, p, 0.5)
+    assert graph.runs() == []
+
+
+def test_roots_of_what_is_written_elsewhere_are_left_alone() -> None:
+    graph = Graph()
+    p, m = map(graph.tensors, "pm")
+    same = [graph.placeholder(f"same_{index}", each.meta["val"][:]) for index, each in enumerate(p)]
+    graph.call(aten._foreach_mul_.Scalar, p, 0.5)
+    graph.call(aten._foreach_addcdiv_.Scalar, p, m, graph.roots(same), 0.5)
     assert graph.runs() == []

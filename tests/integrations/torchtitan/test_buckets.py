@@ -8,11 +8,11 @@ from torch import nn
 
 from graphpasses.analysis.parameter_collectives import CAST, find_grad_reductions
 from graphpasses.errors import PlanError
-from graphpasses.fsdp.chunked import chunked_buckets
 from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.fsdp.layout import BucketLayout, Layout, make_bucket_layout
 from graphpasses.fsdp.layout_diff import diff_layouts
 from graphpasses.fsdp.plan import Bucket, BucketPlan
+from graphpasses.integrations.torchtitan.buckets import chunked_buckets
 from graphpasses.passes import default_pipeline
 from tests.helpers.models import LanguageModel, on_fake_ranks
 
