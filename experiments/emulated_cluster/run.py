@@ -116,7 +116,8 @@ def compare(name: str, num_ranks: int, num_rounds: int, *, is_wall: bool, tokens
         costs = Costs(steps[ORDER], WIRE)
         variants = {
             each: Variant(
-                *map(statistics.median, zip(*took[each], strict=True)),
+                statistics.median(seconds for seconds, _ in took[each]),
+                statistics.median(waited for _, waited in took[each]),
                 measure_held(run) if each in steps else None,
                 _timeline(steps[each]) if each in steps else None,
                 all(map(torch.equal, _gradients(models[each], run), expected)),

@@ -185,7 +185,7 @@ def _collect(receivers: list[Connection], timeout: float) -> Outcome:
         ready = multiprocessing.connection.wait(waiting, max(0.0, end - time.monotonic()))
         if not ready:
             return Outcome("fails", f"ran longer than {timeout:g} s")
-        for receiver in ready:
+        for receiver in (each for each in receivers if each in ready):
             waiting.remove(receiver)
             try:
                 last = receiver.recv()
