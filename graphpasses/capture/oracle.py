@@ -250,10 +250,10 @@ def _difference(ours: Operator, theirs: Operator) -> str | None:
 def _difference_in_order(ours: Operator, theirs: Operator) -> str | None:
     if ours.operator != theirs.operator:
         return ""
-    for a, b in ((ours.inputs, theirs.inputs), (ours.outputs, theirs.outputs)):
-        if (found := _value_difference(a, b)) is not None:
-            return found
-    return None
+    if (found := _value_difference(ours.inputs, theirs.inputs)) is not None:
+        return found
+    found = _value_difference(ours.outputs, theirs.outputs)
+    return f"it gives {_value_text(theirs.outputs)} against {_value_text(ours.outputs)}" if found == "" else found
 
 
 def _value_difference(ours: Any, theirs: Any) -> str | None:
