@@ -48,11 +48,11 @@ def shapes_kept(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[None]:
     shapes = [(name, each, _shape(each)) for name, each in (*held_tensors(model).items(), *named.items())]
     yield
     for name, tensor, before in shapes:
-        if (now := _shape(tensor)) != before:
+        if str(now := _shape(tensor)) != str(before):  # a size that varies may be known by now
             raise CaptureError(
-                f"loss_fn gives {name!r} another shape in place ({before}, then {now}), as unsqueeze_, resize_ and "
-                "observers of torch.ao do, and a captured step would not. Compute with another tensor, e.g. "
-                f"x.unsqueeze(1){_FIRST_CALL}"
+                f"loss_fn gives {name!r} another shape in place ({before}, then {now}: sizes, strides), as "
+                "unsqueeze_, resize_ and observers of torch.ao do, and a captured step would not. Compute with another "
+                f"tensor, e.g. x.unsqueeze(1){_FIRST_CALL}"
             )
 
 
@@ -98,8 +98,9 @@ class LeftTensors:
 _FIRST_CALL = ". If it does so at the first call only, run loss_fn once before the capture"
 
 
-def _shape(tensor: torch.Tensor) -> str:
-    return f"{[*tensor.shape]}" + (f", strides {[*tensor.stride()]}" if tensor.layout == torch.strided else "")
+def _shape(tensor: torch.Tensor) -> tuple[list[Any], ...]:
+    strides = ([*tensor.stride()],) if tensor.layout == torch.strided else ()
+    return [*tensor.shape], *strides
 
 
 def _kind(tensor: torch.Tensor) -> str:
