@@ -51,8 +51,8 @@ def shapes_kept(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[None]:
         if str(now := _shape(tensor)) != str(before):  # a size that varies may be known by now
             raise CaptureError(
                 f"loss_fn gives {name!r} another shape in place ({before}, then {now}: sizes, strides), as "
-                "unsqueeze_, resize_ and observers of torch.ao do, and a captured step would not. Compute with another "
-                f"tensor, e.g. x.unsqueeze(1){_FIRST_CALL}"
+                "unsqueeze_, resize_ and observers of torch.ao do, and a captured step would not. Compute with "
+                f"another tensor, e.g. x.unsqueeze(1){_FIRST_CALL}"
             )
 
 
