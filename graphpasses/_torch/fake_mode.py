@@ -97,6 +97,8 @@ _CONTIGUOUS = {
 # In the memory format that the input, the argument at this index, suggests.
 _IN_FORMAT_OF = {aten.native_batch_norm.default: 0, aten.native_batch_norm_backward.default: 1}
 
+_NORMS = (aten.native_batch_norm.default, aten.native_group_norm.default, aten.native_layer_norm.default)
+
 
 @contextmanager
 def watched_in_other_threads(on_call: Callable[[Any], None]) -> Iterator[None]:
@@ -147,10 +149,12 @@ def strides_of_kernels() -> Iterator[None]:
         **{operator: functools.partial(_in_format_of, index) for operator, index in _IN_FORMAT_OF.items()},
     }
     table = {op: _with_strides(decomposition_table[op], restride) for op, restride in strides.items()}
+    table |= {op: _with_statistics(table.get(op, decomposition_table[op])) for op in _NORMS}
     fakes: dict[Any, Any] = {
         operator: functools.partial(_view, op_implementations_dict[operator])
         for operator in (aten.view.default, aten._unsafe_view.default)
     }
+    fakes |= dict.fromkeys(_NORMS, _norm)
     fakes[aten.constant_pad_nd.default] = _constant_pad_nd
     fakes[aten.rrelu_with_noise.default] = fakes[aten.rrelu_with_noise_functional.default] = _rrelu
     replace: Any = mock.patch.object
@@ -190,6 +194,18 @@ def _view(
     with fake_tensor.in_kernel_invocation_manager(mode):
         result = view(tensor, shape)
     return FakeTensor(mode, result, tensor.device)
+
+
+def _norm(mode: FakeTensorMode, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Normalises by torch's decomposition, but groups of one dtype, whose fake has the kernel's strides."""
+    if operator is aten.native_group_norm.default and not _is_mixed(args):
+        return NotImplemented
+    with mode:
+        return decomposition_table[operator](*args, **kwargs)
+
+
+def _is_mixed(args: Iterable[Any]) -> bool:
+    return len({each.dtype for each in args if isinstance(each, torch.Tensor)}) > 1
 
 
 def _constant_pad_nd(mode: FakeTensorMode, _: Any, tensor: FakeTensor, pad: Any, *value: Any) -> Any:
@@ -238,6 +254,20 @@ def _with_strides(decomposition: Callable[..., Any], restride: Callable[..., tor
             return restride(result, *args)
         # A backward that was not asked for a gradient returns None in its place.
         return tuple(None if each is None else restride(each, *args) for each in result)
+
+    return call
+
+
+def _with_statistics(decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives statistics in float32 where parameters have another dtype than the input, as under autocast.
+
+    Torch's have the input's. Source: ``is_mixed_type`` of ATen's kernels for the CPU.
+    """
+
+    @functools.wraps(decomposition)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result, *statistics = decomposition(*args, **kwargs)
+        return result, *(each.to(torch.float32) if _is_mixed(args) else each for each in statistics)
 
     return call
 

@@ -86,7 +86,8 @@ def quick_call(module: Any) -> Callable[..., Any]:
         try:
             return forward(module, *values)
         except Exception as error:
-            error.add_note(_FAILED)
+            if not isinstance(error, torch.OutOfMemoryError):
+                error.add_note(_FAILED)
             raise
 
     return call

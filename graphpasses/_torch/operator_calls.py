@@ -51,7 +51,8 @@ class OperatorCalls(OperatorRecorder):  # type: ignore[no-untyped-call]
         self._origins: dict[int, str | tuple[int, int]] = {}
         self._kept: list[StorageWeakRef] = []  # so that no other memory gets the address of one that is freed
         self._num_outside = 0
-        self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # By memory: the tensor that was written first, with its place there, and all bytes, live and saved.
+        self._saved: dict[int, tuple[torch.Tensor, tuple[Any, ...], torch.Tensor, torch.Tensor]] = {}
         self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
         for name, tensor in names.items():
             for each in read_tensors(tensor):
@@ -72,7 +73,11 @@ class OperatorCalls(OperatorRecorder):  # type: ignore[no-untyped-call]
 
     def undo(self) -> None:
         """Writes back what tensors and generators from outside held before the block."""
-        for memory, saved in self._saved.values():
+        for tensor, place, memory, saved in self._saved.values():
+            if tensor.shape != place[1]:  # resized in place
+                memory.untyped_storage().resize_(saved.nbytes)
+                with torch.no_grad():
+                    tensor.set_(memory.untyped_storage(), *place)
             if memory.untyped_storage().nbytes() == saved.nbytes:  # FSDP2 frees what it has unsharded
                 memory.copy_(saved)
         for generator, state in self._generators.values():
@@ -146,7 +151,8 @@ class OperatorCalls(OperatorRecorder):  # type: ignore[no-untyped-call]
                     with outside_tracing():
                         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
                         memory.set_(tensor.untyped_storage())
-                        self._saved[key] = memory, memory.clone()
+                        place = tensor.storage_offset(), tensor.shape, tensor.stride()
+                        self._saved[key] = tensor, place, memory, memory.clone()
 
     def _facts(self, value: Any) -> Any:
         match value:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -200,6 +201,7 @@ def decided_by_values(
     shape_env, traced = context.fake_mode.shape_env, mode.tracer
     values = _Values(lambda symbol: value_of(traced, symbol))
     defer, call = shape_env.guard_or_defer_runtime_assert, proxy_tensor.proxy_call
+    put = torch.Tensor.__setitem__
 
     def assume(condition: Any, message: str, *args: Any, **kwargs: Any) -> Any:
         decided(condition)
@@ -211,17 +213,27 @@ def decided_by_values(
         is_real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
         return _aten.alias.default(value) if is_real else value
 
+    def is_one(size: int | torch.SymInt) -> bool:
+        """Decides: torch takes a size that only running tells for another than 1, where eager removes such a dim."""
+        return (not isinstance(size, torch.SymInt) or size.node.expr in values) and bool(size == 1)
+
+    def set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
+        # Eager removes leading ones of what it puts at indices.
+        indices = index if isinstance(index, tuple) else (index,)
+        if isinstance(value, torch.Tensor) and any(isinstance(each, (torch.Tensor, list)) for each in indices):
+            ones = [*itertools.takewhile(is_one, value.shape)]
+            value = value.view(value.shape[len(ones) :]) if ones else value
+        put(tensor, index, value)
+
     def traced_call(mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
         if func is _aten._local_scalar_dense.default:
             # The tracer would take the number that a tensor outside of the trace holds now for a constant.
             with mode:
                 args = tree_map(in_trace, args)
         elif func in _SQUEEZES:
-            # torch takes a size that only running tells for another than 1; eager removes such a dim.
             given = args[1] if len(args) > 1 else range(args[0].dim())
             for size in [args[0].shape[dim] for dim in ((given,) if isinstance(given, int) else given)]:
-                if isinstance(size, torch.SymInt) and size.node.expr in values:
-                    bool(size == 1)
+                is_one(size)
         elif func is _aten.equal.default:
             with mode:
                 a, b = args
@@ -234,6 +246,7 @@ def decided_by_values(
         patch(shape_env, "guard_or_defer_runtime_assert", assume),
         patch(shape_env, "_log_real_tensor_propagation", lambda *args: None),
         patch(proxy_tensor, "proxy_call", traced_call),
+        patch(torch.Tensor, "__setitem__", set_item),
         sizes_decided_by(shape_env, decided),
     ):
         yield traced

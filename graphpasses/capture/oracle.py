@@ -30,7 +30,7 @@ from graphpasses.graph import CapturedStep
 from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.several_models import first_model
 from graphpasses.identity import IdentityMap, named_state, same_bits
-from graphpasses.state.left_tensors import held_tensors
+from graphpasses.state.left_tensors import held_tensors, shapes_kept
 from graphpasses.state.live_state import live_state_restored
 
 Results = dict[str, torch.Tensor | None]
@@ -163,7 +163,8 @@ def run_step(model: nn.Module, run: Callable[[], torch.Tensor]) -> Results:
         for parameter in named.values():
             parameter.grad = None
         held = held_tensors(model)
-        loss = run()
+        with shapes_kept(model, {}):
+            loss = run()
         buffers = {f"buffer {fqn!r}": each for fqn, each in model.named_buffers()}
         left = {f"attribute {fqn!r}": each for fqn, each in held_tensors(model).items() if each is not held.get(fqn)}
         if freed := next((name for name, each in left.items() if is_freed(each)), None):
@@ -249,10 +250,10 @@ def _difference(ours: Operator, theirs: Operator) -> str | None:
 def _difference_in_order(ours: Operator, theirs: Operator) -> str | None:
     if ours.operator != theirs.operator:
         return ""
-    for a, b in ((ours.inputs, theirs.inputs), (ours.outputs, theirs.outputs)):
-        if (found := _value_difference(a, b)) is not None:
-            return found
-    return None
+    if (found := _value_difference(ours.inputs, theirs.inputs)) is not None:
+        return found
+    found = _value_difference(ours.outputs, theirs.outputs)
+    return f"it gives {_value_text(theirs.outputs)} against {_value_text(ours.outputs)}" if found == "" else found
 
 
 def _value_difference(ours: Any, theirs: Any) -> str | None:

@@ -113,6 +113,11 @@ _REFUSED_TRACES = {
         "loss_fn calls an operator at {line} that torch cannot trace for sizes that vary, as torch.fft of several "
         "dims: pad them to one size, and leave them out of dynamic_shapes"
     ),
+    # As the tracer says of a tensor from outside.
+    "metadata mutating ops": (
+        "loss_fn gives a tensor from outside another shape in place at {line}, as unsqueeze_ and t_ do, and a "
+        "captured step would not. Compute with another tensor, e.g. x.unsqueeze(1)"
+    ),
     # As torch.utils.checkpoint says.
     "incompatible with .grad()": (
         "loss_fn checkpoints with use_reentrant=True, whose backward cannot be captured; checkpoint with "
@@ -126,7 +131,7 @@ def torchs_errors_named() -> Iterator[None]:
     """Raises what torch raises in the block, a trace, in words of the user's code."""
     try:
         yield
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, AssertionError) as error:
         for text, refusal in _REFUSED_TRACES.items():
             if text in str(error):
                 raise CaptureError(refusal.format(error=error, line=line_of(error))) from error

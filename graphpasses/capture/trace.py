@@ -38,7 +38,7 @@ from graphpasses.graph.guards import Guards
 from graphpasses.graph.several_models import first_model
 from graphpasses.identity import IdentityMap, named_state, same_bits
 from graphpasses.state.kept_tensors import caches_emptied_on_error
-from graphpasses.state.left_tensors import LeftTensors
+from graphpasses.state.left_tensors import LeftTensors, shapes_kept
 from graphpasses.state.live_state import live_state_restored
 from graphpasses.state.reads import Reads
 
@@ -98,6 +98,7 @@ def trace_step(
         given = [args[index] for index in structure.same or range(len(args))]
         records.append(record := record_calls(model, identity, given, only_undo=not is_recorded))
         with (
+            shapes_kept(model, dict(zip(structure.paths, given, strict=True))),
             caches_emptied_on_error(),
             refusals.other_threads_refused(),
             random_state_traced(random_calls),

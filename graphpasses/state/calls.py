@@ -58,6 +58,25 @@ class CodeNames(NamedTuple):
     imports: frozenset[str]  # the modules that it imports
 
 
+_STORES = frozenset({"setdefault", "update", "__setitem__"})
+
+
+@functools.lru_cache(maxsize=10_000)
+def stored_names(code: CodeType) -> frozenset[str]:
+    """Returns the names of what code gives items: ``cache`` for ``self.cache[key] = x``."""
+    if dis.opmap["STORE_SUBSCR"] not in code.co_code[::2] and _STORES.isdisjoint(code.co_names):
+        return frozenset()
+    last: dict[Any, str] = {}  # by where an expression begins
+    stores: set[Any] = set()
+    for instruction in dis.get_instructions(code):
+        where, name = instruction.positions and instruction.positions[::2], instruction.argval
+        if instruction.opname == "STORE_SUBSCR" or name in _STORES:
+            stores.add(where)
+        elif instruction.opname.startswith("LOAD_") and isinstance(name, str):
+            last[where] = name
+    return frozenset(last[where] for where in stores if where in last)
+
+
 @functools.lru_cache(maxsize=10_000)
 def names_of(code: CodeType) -> CodeNames:
     globals_: set[str] = set()

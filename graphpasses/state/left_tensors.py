@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,6 +41,21 @@ def leave_tensor(model: nn.Module, fqn: str, tensor: torch.Tensor) -> None:
     (module._buffers if name in module._buffers else vars(module))[name] = tensor
 
 
+@contextmanager
+def shapes_kept(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[None]:
+    """Raises if the block, a step, gives a tensor of the model's modules or of the batch another shape in place."""
+    named = {name: each for name, each in batch.items() if isinstance(each, torch.Tensor)}
+    shapes = [(name, each, _shape(each)) for name, each in (*held_tensors(model).items(), *named.items())]
+    yield
+    for name, tensor, before in shapes:
+        if str(now := _shape(tensor)) != str(before):  # a size that varies may be known by now
+            raise CaptureError(
+                f"loss_fn gives {name!r} another shape in place ({before}, then {now}: sizes, strides), as "
+                "unsqueeze_, resize_ and observers of torch.ao do, and a captured step would not. Compute with "
+                f"another tensor, e.g. x.unsqueeze(1){_FIRST_CALL}"
+            )
+
+
 class LeftTensors:
     """What a traced step leaves in the modules of a model: the difference between now and when this was made."""
 
@@ -66,8 +82,7 @@ class LeftTensors:
             if name in module._buffers and before != now:
                 raise CaptureError(
                     f"forward replaces buffer {fqn!r}, {before}, by {now}, and the next call would read another kind "
-                    "of tensor than was captured. If it does so at the first call only, run loss_fn once before the "
-                    "capture"
+                    f"of tensor than was captured{_FIRST_CALL}"
                 )
         known = self._known | {id(each) for each in self._model.parameters()}  # an RNN's list of its weights
         known |= {id(each) for each in held.values()}
@@ -78,6 +93,14 @@ class LeftTensors:
                     "not: what reads it later would find an old one. Keep it in an attribute, or a buffer, of its own"
                 )
         return left
+
+
+_FIRST_CALL = ". If it does so at the first call only, run loss_fn once before the capture"
+
+
+def _shape(tensor: torch.Tensor) -> tuple[list[Any], ...]:
+    strides = ([*tensor.stride()],) if tensor.layout == torch.strided else ()
+    return [*tensor.shape], *strides
 
 
 def _kind(tensor: torch.Tensor) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
+from queue import Queue
+from threading import Event
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -61,7 +63,7 @@ def users_modules() -> Iterator[ModuleType]:
 
 
 # Python's own classes whose objects users make for settings; those of others keep caches and counts.
-_SETTINGS = (Namespace, ChainMap, UserDict, UserList)
+_SETTINGS = (Namespace, ChainMap, UserDict, UserList, Event, Queue)
 _HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # flags of a class, see `Include/object.h` of CPython
 
 

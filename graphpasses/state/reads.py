@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import os
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
@@ -17,7 +18,7 @@ from torch import nn
 from graphpasses._torch.module_hooks import hooks
 from graphpasses.errors import CaptureError
 from graphpasses.identity import walk_modules
-from graphpasses.state.calls import calls_watched
+from graphpasses.state.calls import calls_watched, stored_names
 from graphpasses.state.keys import MISSING, attributes_of, key_of
 from graphpasses.state.origin import is_torchs, is_users, is_users_code, users_modules
 from graphpasses.state.outside import Outside, refuse_iterator
@@ -75,6 +76,7 @@ class Reads:
                 self._begin()
                 yield
             self._outside.finish()
+            self._find_caches()
             for owner in self.names:
                 if (found := owner.difference(strict=True)) is not None:
                     is_module = isinstance(owner.value, nn.Module)
@@ -96,6 +98,12 @@ class Reads:
             for owner in self.attributes:
                 if not isinstance(owner.value, nn.Module):
                     owner.restore()
+
+    def _find_caches(self) -> None:
+        """Notes which names reach what the code that ran gives items."""
+        stored = {name for code, _ in self._codes.values() for name in stored_names(code)}
+        for slot in (slot for owner in (*self.attributes, *self.names) for slot in owner.slots.values()):
+            slot.is_cache = not stored.isdisjoint(re.findall(r"\w+", slot.path))
 
     def running(self) -> AbstractContextManager[None]:
         """Asks which functions run, within :meth:`watched`: where a step runs, and not what traces it."""

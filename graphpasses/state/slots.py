@@ -125,10 +125,6 @@ def _row_of(kind: type) -> _Row:
     return next(row for row in _KINDS if issubclass(kind, row[0]))
 
 
-# Dicts of which each new item counts: in others, as caches, new objects may be for somebody else.
-_OF_MODULES = ("_modules", "_parameters", "_buffers")
-
-
 @dataclass(eq=False, slots=True)
 class Slot:
     """A name of an owner."""
@@ -140,6 +136,7 @@ class Slot:
     opened: Owner | None = None  # the value's own slots, where it counts by these, and not by identity
     # Of values with which the step is the same, as of a flag that forward sets once.
     others: tuple[Key, ...] = ()
+    is_cache: bool = False  # whether new objects in a dict may be for somebody else: the step's code gives it some
     _copy: Any = None
 
     def __post_init__(self) -> None:
@@ -158,7 +155,7 @@ class Slot:
             is_known = key == self.key or key in self.others
             if not is_known and alike is not None and not self.key.is_plain:  # what that was stands in the key alone
                 is_known = keys.are_alike(self.value if self._copy is None else self._copy, now, alike)
-            counts_new = strict or self.name in _OF_MODULES
+            counts_new = strict or not self.is_cache
             part = None if is_known else keys.narrowed(self.path, self.key, key, new_objects=counts_new)
             if part is not None:
                 return Difference(*part, now is self.value and part[0] == self.path)
@@ -245,7 +242,7 @@ class Owner:
         owner = known[id(value)] = Owner(value, self.path)
         for slot in self.slots.values():
             other = owner.add(slot.name, slot.path)
-            other.others = (slot.key, *slot.others)
+            other.others, other.is_cache = (slot.key, *slot.others), slot.is_cache
             if slot.opened is not None and type(other.value) is type(slot.value):
                 other.opened = slot.opened.of(other.value, known)
         return owner

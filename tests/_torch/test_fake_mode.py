@@ -85,6 +85,29 @@ def test_rrelu_is_contiguous() -> None:
     assert torch.rrelu(x, training=True).stride() == (3, 1)
 
 
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("shape", [(4, 6, 2, 2), (6, 2, 2, 4)])
+@pytest.mark.parametrize("norm", fake_mode._NORMS, ids=str)
+def test_statistics_have_the_dtype_of_kernels(norm: Any, shape: tuple[int, ...], affine: bool) -> None:
+    """In float32 where only the input is bfloat16, as under autocast; torch's fakes have the input's: the control."""
+    x = torch.ones(shape, dtype=torch.bfloat16).permute(0, 3, 1, 2) if shape[1] == 2 else torch.ones(shape).bfloat16()
+    size = x.shape[-1] if norm is aten.native_layer_norm.default else x.shape[1]
+    weight = torch.ones(size) if affine else None
+    args: Any = {
+        aten.native_batch_norm.default: (weight, weight, torch.zeros(size), torch.ones(size), True, 0.1, 1e-5),
+        aten.native_group_norm.default: (weight, weight, x.shape[0], size, math.prod(x.shape[2:]), 2, 1e-5),
+        aten.native_layer_norm.default: ([size], weight, weight, 1e-5),
+    }[norm]
+    found = []
+    for scope in (nullcontext, strides_of_kernels):
+        with FakeTensorMode() as mode, scope():
+            fakes = [mode.from_tensor(each) if isinstance(each, torch.Tensor) else each for each in (x, *args)]
+            found.append([(each.dtype, each.stride()) for each in norm(*fakes)])
+    kernels = [(each.dtype, each.stride()) for each in norm(x, *args)]
+    assert found[1] == kernels
+    assert (found[0] == kernels) == (not affine and norm is not aten.native_batch_norm.default)
+
+
 LATER = {aten.native_layer_norm_backward.default: (2, 3, 1)}
 """Shapes of all tensors but the first two."""
 CORRECTED = fake_mode._LIKE_FIRST | fake_mode._CONTIGUOUS | fake_mode._IN_FORMAT_OF.keys()

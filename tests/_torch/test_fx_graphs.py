@@ -193,6 +193,18 @@ def test_what_fails_in_a_quick_call() -> None:
     assert note.startswith("A captured graph failed, which calls the same operators for each batch")
 
 
+def test_memory_that_is_out_is_no_decision() -> None:
+    call = quick_call(fx.symbolic_trace(lambda x: x + 1))
+
+    class Full:
+        def __add__(self, _: int) -> None:
+            raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        call(Full())
+    assert not hasattr(caught.value, "__notes__")
+
+
 def test_dynamo_traces_what_runs() -> None:
     module = matmul()
     x, y = torch.randn(3, 4), torch.randn(4, 2)

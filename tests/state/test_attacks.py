@@ -13,6 +13,8 @@ from collections import ChainMap, UserDict
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import partial
+from queue import Queue
+from threading import Event
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import MagicMock
@@ -182,6 +184,9 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], A
         lambda v: v["k"],
         lambda v: PROXIED.update(k=2.0),
     ),
+    "Event": (Event, lambda v: 1.0 + v.is_set(), Event.set),
+    "Queue": (Queue, lambda v: 1.0 + v.qsize(), lambda v: v.put(1)),
+    "new objects in a dict": (dict, lambda v: 1.0 + len(v), lambda v: v.update(k=torch.ones(1))),
     "UserDict": (lambda: UserDict(k=1.0), lambda v: v["k"], lambda v: v.update(k=2.0)),
     "a subclass of dict": (lambda: with_scale(Items()), scale_of, set_scale),
     "a default of a subclass of list": (Defaults, scale_of, set_scale),

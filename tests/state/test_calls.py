@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from graphpasses.capture import capture_train_step
-from graphpasses.state.calls import calls_watched, names_of
+from graphpasses.errors import CaptureError
+from graphpasses.state.calls import calls_watched, names_of, stored_names
 
 X = torch.ones(2, 4)
 
@@ -87,3 +88,40 @@ def test_names_of_code() -> None:
 
 
 SCALE = 1.0
+
+
+class Caching(nn.Module):
+    """Keeps a mask for each length; ``terms`` are another's: the control."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.masks: dict[int, torch.Tensor] = {}
+        self.terms: dict[str, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) not in self.masks:
+            self.masks[len(x)] = torch.ones(len(x), 1)
+        scales = torch.ones(1)
+        scales[0] = 2
+        return self.linear(x) * self.masks[len(x)] * scales + sum(self.terms.values())
+
+
+def test_what_code_gives_items() -> None:
+    def puts(by: dict[str, int], other: dict[str, int]) -> None:
+        by.setdefault("key", other["key"])
+
+    assert stored_names(Caching.forward.__code__) == {"masks", "scales"}
+    assert stored_names(puts.__code__) == {"by"}
+    assert not stored_names(called.__code__)
+
+
+def test_a_cache_may_get_more() -> None:
+    model = Caching()
+    model(X)
+    step = capture_train_step(lambda model, x: model(x).mean(), model, X)
+    model(torch.ones(3, 4))
+    step.check(X)
+    model.terms["one"] = torch.ones(1)
+    with pytest.raises(CaptureError, match=r"\"terms\['one'\]\" was absent"):
+        step(X)
