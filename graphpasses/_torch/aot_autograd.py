@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 from unittest import mock
 
@@ -199,7 +199,7 @@ def compile_aot_eager(
     def compile_backward(gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         return _boxed(stages.compile_backward(gm, inputs, compiler(stages.backward)))
 
-    with gradients_whole(copied=False):
+    with gradients_whole(copied=False), _backward_after_autocast():
         compiled: Compiled = aot_autograd(
             fw_compiler=compiler(stages.forward),
             bw_compiler=compile_backward,
@@ -208,6 +208,15 @@ def compile_aot_eager(
             keep_inference_input_mutations=True,
         )(module, inputs)
     return compiled
+
+
+def _backward_after_autocast() -> AbstractContextManager[object]:
+    """Lets gradients be traced as eager computes them after the block of autocast, unless the user says otherwise.
+
+    Torch casts what a backward computes as if it ran in the block around forward.
+    """
+    is_default = functorch_config.backward_pass_autocast == "same_as_forward"
+    return functorch_config.patch(backward_pass_autocast="off") if is_default else nullcontext()
 
 
 def _call_eagers(gm: fx.GraphModule) -> fx.GraphModule:
@@ -303,7 +312,8 @@ def compile_inductor(
     # As an argument, since the backward graph may be compiled later, when the first backward runs.
     # AOTAutograd's own cache would skip the joint passes, on one rank and not on another: they talk to each other.
     # Its elimination of common subexpressions merges equal collectives on ranks that see that they are equal.
-    with functorch_config.patch(enable_autograd_cache=False, cse=False), gradients_whole(copied=True):
+    settings = functorch_config.patch(enable_autograd_cache=False, cse=False)
+    with settings, gradients_whole(copied=True), _backward_after_autocast():
         compiled: Any = compile_fx(
             module, inputs, inner_compile=compile_graph, config_patches=patches, decompositions={}
         )

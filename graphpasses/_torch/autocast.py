@@ -6,11 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch._ops import HigherOrderOperator
+from torch import Tensor, fx
+from torch._C import DispatchKey
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphpasses._torch.pytree import tree_leaves
+
+_KEYS = (DispatchKey.AutocastCPU, DispatchKey.AutocastCUDA)
 ENTER, EXIT = _enter_autocast, _exit_autocast
 
 
@@ -29,6 +33,16 @@ def casts_in(
     with Casts():  # type: ignore[no-untyped-call]
         call(*args, **kwargs)
     return casts
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Whether autocast, as it is now, casts a tensor that a call of an operator is given."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
+    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.is_floating_point()]
+    is_operator = node.op == "call_function" and isinstance(node.target, OpOverload)
+    if not tensors or not is_operator or not any(map(node.target.has_kernel_for_dispatch_key, _KEYS)):
+        return False
+    return any(casts_in(node.target, args, kwargs, each) for each in tensors)
 
 
 def has_a_graph(target: Any) -> bool:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from graphpasses._torch.autocast import ENTER, EXIT, casts_in, has_a_graph
+from graphpasses._torch.autocast import ENTER, EXIT, casts_in, has_a_graph, is_cast
 from graphpasses._torch.schemas import SET_GRAD_ENABLED
 from graphpasses.errors import UnsupportedError
+from graphpasses.graph.nodes import source_line
 
 
 def cast_once(module: fx.GraphModule) -> list[int]:
@@ -114,6 +115,20 @@ def _entered(regions: Sequence[tuple[Any, ...]], weight: Tensor, cache_enabled: 
         if not regions:
             stack.enter_context(torch.autocast(weight.device.type, cache_enabled=cache_enabled))
         yield
+
+
+def autocasts_around() -> dict[str, torch.dtype]:
+    """Returns the dtype of each autocast that is on, by the type of its device."""
+    return {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
+
+
+def find_cast(nodes: Iterable[fx.Node], around: Mapping[str, torch.dtype]) -> str | None:
+    """Says which of a backward's calls autocasts would cast, if it ran in their blocks."""
+    with ExitStack() as stack:
+        for kind, dtype in around.items():
+            stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
+        node = next(filter(is_cast, nodes), None) if around else None
+    return None if node is None else f"{node.target} ({source_line(node)})"
 
 
 class _Block(threading.local):

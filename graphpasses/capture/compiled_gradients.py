@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 from weakref import ref
@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from graphpasses._torch.aot_autograd import added_in_this_backward, backward_node
 from graphpasses._torch.pytree import tree_leaves
 from graphpasses.analysis.effects import has_gradient, reached_outputs
+from graphpasses.capture.autocast_casts import autocasts_around
 from graphpasses.errors import FidelityError
 from graphpasses.graph import DynamoGraph
 from graphpasses.graph.nodes import storages
@@ -60,6 +61,8 @@ class CompiledGradients:
     reached: tuple[frozenset[int], ...]  # the outputs that come from an input
     num_uses: tuple[int, ...]
     keeps_bits: bool  # whether what compiled the graph adds as eager does
+    # A call of the backward that an autocast around forward casts if backward runs in its block, too.
+    cast: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, graph: DynamoGraph, *, keeps_bits: bool) -> Self:
@@ -102,6 +105,11 @@ class CompiledGradients:
         ]
         if not self.keeps_bits:
             return tuple(kept)
+        if self.cast and autocasts_around():
+            raise FidelityError(
+                f"backward runs under autocast, which in eager casts what {self.cast[0]} is given, in a compiled graph "
+                "nothing. Call backward after the block of autocast, as PyTorch advises, in both runs"
+            )
         added, edges = added_in_this_backward(), node().next_functions  # type: ignore[union-attr]
         for index, edge, gradient in zip(tensors, edges, kept, strict=True):
             if gradient is None:

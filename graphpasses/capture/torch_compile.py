@@ -21,7 +21,7 @@ from graphpasses._torch.module_hooks import global_hook_ids, hook_ids
 from graphpasses._torch.written_inputs import written_by_checkpointed
 from graphpasses.analysis.backward import backward_nodes
 from graphpasses.analysis.effects import launches_collective
-from graphpasses.capture.autocast_casts import cast_once, check_cast_once
+from graphpasses.capture.autocast_casts import autocasts_around, cast_once, check_cast_once, find_cast
 from graphpasses.capture.compile_options import CompileOptions, Inner
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.capture.compiled_call import CompiledCall
@@ -164,14 +164,17 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
         ref(model), rewritten.parameters, rewritten.identity, rewritten.inputs, remembered, captured.place
     )
 
-    gradients = CompiledGradients.of(rewritten, keeps_bits=keeps_bits)
+    gradients, around = CompiledGradients.of(rewritten, keeps_bits=keeps_bits), autocasts_around()
     if keeps_bits and (views := find_views_returned(rewritten)) is not None:
         report.warn(views)
 
     def rewrite(stage: Stage, gm: fx.GraphModule) -> Callable[[fx.GraphModule], fx.GraphModule] | None:
         graph = read_aot_graph(gm, stage, origin)
         if stage is Stage.JOINT and keeps_bits:  # Inductor would trace into the operator
-            give_eagers_formulas(graph.graph, backward_nodes(graph).__contains__)
+            backward = backward_nodes(graph)
+            if found := find_cast(filter(backward.__contains__, graph.graph.nodes), around):
+                gradients.cast.append(found)
+            give_eagers_formulas(graph.graph, backward.__contains__)
             names = dict(zip(graph.placeholders, graph.inputs, strict=True))
             for node in written_by_checkpointed(gm):
                 report.warn(

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graphpasses as gp
 from graphpasses._torch.fake_process_group import fake_process_group
-from graphpasses.errors import CaptureError, UnsupportedError
+from graphpasses.errors import CaptureError, FidelityError, UnsupportedError
 from tests.helpers.models import make_mesh
 
 pytestmark = pytest.mark.slow
@@ -208,3 +208,39 @@ def test_a_step_inside_of_autocast_is_refused() -> None:
 def test_a_sharded_model_is_refused() -> None:
     with fake_process_group(4), pytest.raises(CaptureError, match="loss_fn runs a sharded model under autocast"):
         gp.capture_train_step(around, fully_shard(nn.Linear(3, 3), mesh=make_mesh()), torch.randn(4, 3))
+
+
+def float32_part(model: Any, x: Tensor) -> Tensor:
+    x = model.layer(x)
+    with torch.autocast("cpu", enabled=False):
+        return torch.tanh(x.float() @ model.norm.weight.diag())
+
+
+def gradients_around(way: Any, compiled: Callable[[nn.Module], nn.Module], *, is_inside: bool) -> list[Tensor]:
+    """Returns gradients of a forward in a block of autocast, and of backward in it or after it."""
+    model, x = Shared(way), torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    with autocast():
+        loss = compiled(model)(x).square().mean()
+        if is_inside:
+            loss.backward()
+    if not is_inside:
+        loss.backward()
+    return [each.grad for each in model.parameters() if each.grad is not None]
+
+
+def test_backward_runs_after_the_block_of_autocast() -> None:
+    eager = gradients_around(float32_part, lambda model: model, is_inside=False)
+    ours = gradients_around(float32_part, lambda model: gp.compile(model, inner="aot_eager"), is_inside=False)
+    torchs = gradients_around(float32_part, lambda model: torch.compile(model, backend="aot_eager"), is_inside=False)
+    assert all(map(torch.equal, eager, ours))
+    assert not all(map(torch.equal, eager, torchs))
+
+
+def test_backward_in_the_block_of_autocast() -> None:
+    def compiled(model: nn.Module) -> nn.Module:
+        return gp.compile(model, inner="aot_eager")
+
+    eager = gradients_around(without_norm, lambda model: model, is_inside=True)
+    assert all(map(torch.equal, eager, gradients_around(without_norm, compiled, is_inside=True)))
+    with pytest.raises(FidelityError, match=r"casts what aten\.mm\.default \(.*Call backward after the block"):
+        gradients_around(float32_part, compiled, is_inside=True)
