@@ -240,14 +240,14 @@ def backward_node(outputs: Sequence[Any]) -> Any:
     return next((node for node in nodes if type(node).__name__ == "CompiledFunctionBackward"), None)
 
 
-_ADDED: dict[int, set[Any]] = {}
+_ADDED: dict[int, dict[Any, Tensor | None]] = {}
 
 
-def added_in_this_backward() -> set[Any]:
-    """Returns a set that lasts until the end of the backward in which this is called."""
+def added_in_this_backward() -> dict[Any, Tensor | None]:
+    """Returns a dict that lasts until the end of the backward in which this is called."""
     task = torch._C._current_graph_task_id()
     if task not in _ADDED:
-        _ADDED[task] = set()
+        _ADDED[task] = {}
         after_this_backward(functools.partial(_ADDED.__delitem__, task))
     return _ADDED[task]
 

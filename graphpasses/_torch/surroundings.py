@@ -37,3 +37,8 @@ def after_this_backward(call: Callable[[], object]) -> None:
     """Has autograd call a function when the backward that runs now ends, before what is added for its end later."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(call)
+
+
+def changes_gradient(tensor: torch.Tensor) -> bool:
+    """Whether a hook may give a tensor's gradient other bits before it goes on."""
+    return bool(tensor._backward_hooks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -14,11 +14,13 @@ from torch import Tensor, fx
 
 from graphpasses._torch.aot_autograd import added_in_this_backward, backward_node
 from graphpasses._torch.pytree import tree_leaves
+from graphpasses._torch.surroundings import after_this_backward, changes_gradient
 from graphpasses.analysis.effects import has_gradient, reached_outputs
 from graphpasses.capture.autocast_casts import autocasts_around
 from graphpasses.errors import FidelityError
 from graphpasses.graph import DynamoGraph
 from graphpasses.graph.nodes import storages
+from graphpasses.identity import same_bits
 
 
 def find_views_returned(graph: DynamoGraph) -> str | None:
@@ -86,13 +88,15 @@ class CompiledGradients:
             return
         places = {each.output_nr: i for i, each in enumerate(outputs) if getattr(each, "grad_fn", None) is node}
         tensors = [index for index, value in enumerate(inputs) if isinstance(value, Tensor)]
-        node.register_hook(partial(self._after, ref(node), places, tensors))
+        watched = {index for index in tensors if self.num_uses[index] > 1 and not changes_gradient(inputs[index])}
+        node.register_hook(partial(self._after, ref(node), places, tensors, watched))
 
     def _after(
         self,
         node: ref[Any],
         places: dict[int, int],
         tensors: Sequence[int],
+        watched: Container[int],
         gradients: Sequence[Tensor | None],
         given: Sequence[Tensor | None],
     ) -> tuple[Tensor | None, ...] | None:
@@ -114,12 +118,25 @@ class CompiledGradients:
         for index, edge, gradient in zip(tensors, edges, kept, strict=True):
             if gradient is None:
                 continue
-            name = self.names[index]
             if edge in added and self.num_uses[index] > 1:
-                raise FidelityError(
-                    f"several calls of compiled graphs use {name!r}, and one of them several times: eager adds the "
-                    "gradients of all its uses one by one. Compile a function that makes all these calls, without "
-                    "graph breaks, or run backward after each"
-                )
-            added.add(edge)
+                raise FidelityError(_SEVERAL.format(self.names[index]))
+            if index in watched:
+                added[edge] = gradient
+                after_this_backward(edge[0].register_prehook(partial(_check_alone, edge, self.names[index])).remove)
+            else:
+                before = added.get(edge)
+                added[edge] = None if before is None else before + gradient
         return tuple(kept)
+
+
+_SEVERAL = (
+    "eager adds the gradients of all uses of {!r} one by one, and a compiled graph has several of them, but not all. "
+    "Compile a function that makes all these calls, without graph breaks, or run backward after each"
+)
+
+
+def _check_alone(edge: Any, name: str, arrived: Sequence[Tensor | None]) -> None:
+    """Raises if others than compiled graphs have added to a gradient of which one graph has several uses."""
+    ours, total = added_in_this_backward().pop(edge, None), arrived[edge[1]]
+    if ours is not None and total is not None and total is not ours and not same_bits(total, ours):
+        raise FidelityError(_SEVERAL.format(name))

@@ -82,7 +82,7 @@ def test_what_the_loss_does_not_depend_on_has_no_gradient(has_break: bool) -> No
 
 def test_calls_whose_gradients_eager_adds_otherwise_are_refused() -> None:
     assert same(compiled(two_calls), eager(two_calls))
-    with pytest.raises(FidelityError, match=r"use 'body.weight', and one of them several times"):
+    with pytest.raises(FidelityError, match=r"all uses of 'body.weight' one by one"):
         compiled(two_calls, num_uses=2)
     model = Net(num_uses=2)
     function = graphpasses.compile(lambda x: two_calls(model, x), inner="aot_eager")
@@ -90,6 +90,26 @@ def test_calls_whose_gradients_eager_adds_otherwise_are_refused() -> None:
     assert same(gradients(model, None, lambda _, x: function(x)), theirs)
     model = Net(num_uses=2)
     assert not same(gradients(model, torch.compile(model, backend="aot_eager"), two_calls), theirs)
+
+
+def test_uses_outside_of_what_is_compiled() -> None:
+    def regularised(call: Any, x: Tensor) -> Tensor:
+        weight = getattr(call, "_orig_mod", call).body.weight
+        return one_output(call, x) + weight.square().sum()
+
+    assert same(compiled(regularised), eager(regularised))
+    with pytest.raises(FidelityError, match=r"all uses of 'body.weight' one by one"):
+        compiled(regularised, num_uses=2)
+    model = Net(num_uses=2)
+    model.body.weight.register_hook(torch.neg)  # what is added cannot be told then
+    assert gradients(model, graphpasses.compile(model, inner="aot_eager"), one_output)
+
+
+def test_a_backward_that_does_not_reach_a_parameter_leaves_nothing_behind() -> None:
+    model = Net(num_uses=2)
+    call = graphpasses.compile(model, inner="aot_eager")
+    torch.autograd.grad(one_output(call, torch.ones(3, 4)), [model.head.weight])
+    (one_output(model, torch.ones(3, 4)) + model.body.weight.sum()).backward()  # eager's own
 
 
 class Returns(nn.Module):
