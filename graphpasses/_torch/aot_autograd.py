@@ -211,12 +211,12 @@ def compile_aot_eager(
 
 
 def _backward_after_autocast() -> AbstractContextManager[object]:
-    """Lets gradients be traced as eager computes them after the block of autocast, unless the user says otherwise.
+    """Lets gradients be traced as eager computes them after the block of autocast; a list of the user's says otherwise.
 
-    Torch casts what a backward computes as if it ran in the block around forward.
+    Torch casts what a backward computes as if it ran in the block around forward, see pytorch/pytorch#153044.
     """
-    is_default = functorch_config.backward_pass_autocast == "same_as_forward"
-    return functorch_config.patch(backward_pass_autocast="off") if is_default else nullcontext()
+    is_list = isinstance(functorch_config.backward_pass_autocast, list)
+    return nullcontext() if is_list else functorch_config.patch(backward_pass_autocast="off")
 
 
 def _call_eagers(gm: fx.GraphModule) -> fx.GraphModule:
