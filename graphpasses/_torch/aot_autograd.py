@@ -211,7 +211,7 @@ def compile_aot_eager(
 
 
 def _backward_after_autocast() -> AbstractContextManager[object]:
-    """Lets gradients be traced as eager computes them after the block of autocast; a list of the user's says otherwise.
+    """Lets gradients be traced as eager computes them, after the block of autocast; a list of the user's stays.
 
     Torch casts what a backward computes as if it ran in the block around forward, see pytorch/pytorch#153044.
     """

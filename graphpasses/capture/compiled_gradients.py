@@ -111,8 +111,8 @@ class CompiledGradients:
             return tuple(kept)
         if self.cast and autocasts_around():
             raise FidelityError(
-                f"backward runs under autocast, which in eager casts what {self.cast[0]} is given, in a compiled graph "
-                "nothing. Call backward after the block of autocast, as PyTorch advises, in both runs"
+                f"backward runs under autocast, which in eager casts what {self.cast[0]} is given, and nothing in a "
+                "compiled graph. Call backward after the block of autocast, as PyTorch advises, in both runs"
             )
         added, edges = added_in_this_backward(), node().next_functions  # type: ignore[union-attr]
         for index, edge, gradient in zip(tensors, edges, kept, strict=True):
