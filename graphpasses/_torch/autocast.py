@@ -37,12 +37,14 @@ def casts_in(
 
 def is_cast(node: fx.Node) -> bool:
     """Whether autocast, as it is now, casts a tensor that a call of an operator is given."""
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
-    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.is_floating_point()]
-    is_operator = node.op == "call_function" and isinstance(node.target, OpOverload)
-    if not tensors or not is_operator or not any(map(node.target.has_kernel_for_dispatch_key, _KEYS)):
+    target = node.target
+    if not isinstance(target, OpOverload) or not any(map(target.has_kernel_for_dispatch_key, _KEYS)):
         return False
-    return any(casts_in(node.target, args, kwargs, each) for each in tensors)
+    args: Any
+    kwargs: Any
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
+    tensors = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.is_floating_point())
+    return any(casts_in(target, args, kwargs, each) for each in tensors)
 
 
 def has_a_graph(target: Any) -> bool:
