@@ -61,7 +61,7 @@ def _eagerly(model: nn.Module, tokens: Tensor) -> None:
 
 
 def _step(backward: Step, optimizer: torch.optim.Optimizer, batches: list[Tensor], index: int) -> None:
-    backward(batches[index])  # type: ignore[arg-type]
+    backward(batches[index])
     optimizer.step()
     optimizer.zero_grad()
 

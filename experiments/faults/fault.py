@@ -66,7 +66,7 @@ class Training:
         return F.cross_entropy(self.logits(tokens).flatten(0, 1), self.labels(tokens).flatten())
 
     def backward(self, loss: Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     def reduce(self) -> None:
         """Reduces the gradients over ranks."""

@@ -170,10 +170,8 @@ class ParallelMLP(nn.Module):
         self.group: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
-        whole = _Gather.apply(x, self.op_backward)  # type: ignore[no-untyped-call]
-        part: Tensor = _Reduce.apply(  # type: ignore[no-untyped-call]
-            self.down(self.act(self.up(whole))), self.op_forward, self.group
-        )
+        whole = _Gather.apply(x, self.op_backward)
+        part: Tensor = _Reduce.apply(self.down(self.act(self.up(whole))), self.op_forward, self.group)
         return part
 
 

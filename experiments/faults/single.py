@@ -205,8 +205,8 @@ def keeps_one_gradient(training: Any) -> None:
 
 
 def backward_twice(training: Any, loss: Tensor) -> None:
-    loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward(retain_graph=True)
+    loss.backward()
 
 
 def zeroes_before_update(training: Any) -> None:

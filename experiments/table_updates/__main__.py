@@ -99,7 +99,7 @@ def eager(model: Recommender, optimizer: Optimizer, given: Sequence[Batch]) -> C
     """Returns a step of eager, which is given the number of a batch."""
 
     def run(index: int) -> None:
-        loss_fn(model, *given[index]).backward()  # type: ignore[no-untyped-call]
+        loss_fn(model, *given[index]).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -109,7 +109,7 @@ def eager(model: Recommender, optimizer: Optimizer, given: Sequence[Batch]) -> C
 def floor(model: ByHand, given: Sequence[Batch]) -> Callable[[int], None]:
     """Returns what tables cost in any case: FBGEMM's one call that looks up, and the one that updates."""
     gradient = torch.ones_like(model.pooled(given[0][1]))
-    return lambda index: model.pooled(given[index][1]).backward(gradient)  # type: ignore[no-untyped-call]
+    return lambda index: model.pooled(given[index][1]).backward(gradient)
 
 
 def time_steps(model: Recommender, name: str, given: list[Batch], num_rounds: int) -> dict[str, Timing]:

@@ -89,7 +89,7 @@ def train(how: str, left_out: str) -> Measured:
     run: Any = model
     if how != "eager":
         pipeline = recommender_pipeline(disable=(left_out,) if left_out else ())
-        run = graphpasses.compile(model, inner=how, pipeline=pipeline, fullgraph=True)  # type: ignore[arg-type]
+        run = graphpasses.compile(model, inner=how, pipeline=pipeline, fullgraph=True)
     dense = [weight for _, weight in in_backward_optimizer_filter(model.named_parameters())]
     optimizer = torch.optim.SGD(dense, lr=LR)
     seconds, waited = [], []

@@ -182,10 +182,10 @@ def _launch(
 def _collect(receivers: list[Connection], timeout: float) -> Outcome:
     waiting, end, last = list(receivers), time.monotonic() + timeout, Outcome("fails", "no rank answered")
     while waiting:
-        ready = multiprocessing.connection.wait(waiting, max(0.0, end - time.monotonic()))
+        ready: list[Any] = multiprocessing.connection.wait(waiting, max(0.0, end - time.monotonic()))
         if not ready:
             return Outcome("fails", f"ran longer than {timeout:g} s")
-        for receiver in (each for each in receivers if each in ready):
+        for receiver in ready:
             waiting.remove(receiver)
             try:
                 last = receiver.recv()

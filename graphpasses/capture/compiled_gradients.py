@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 from weakref import ref
@@ -55,7 +55,7 @@ def _made_by(node: fx.Node) -> fx.Node:
     return source if isinstance(source, fx.Node) and not isinstance(source.meta.get("val"), Tensor) else node
 
 
-@dataclass(frozen=True)
+@dataclass
 class CompiledGradients:
     """What eager would do with the gradients of a compiled graph's inputs, each in its place."""
 
@@ -63,8 +63,7 @@ class CompiledGradients:
     reached: tuple[frozenset[int], ...]  # the outputs that come from an input
     num_uses: tuple[int, ...]
     keeps_bits: bool  # whether what compiled the graph adds as eager does
-    # A call of the backward that an autocast around forward casts if backward runs in its block, too.
-    cast: list[str] = field(default_factory=list)
+    cast: str | None = None  # a call of the backward that the autocast around forward casts if both are in its block
 
     @classmethod
     def of(cls, graph: DynamoGraph, *, keeps_bits: bool) -> Self:
@@ -111,7 +110,7 @@ class CompiledGradients:
             return tuple(kept)
         if self.cast and autocasts_around():
             raise FidelityError(
-                f"backward runs under autocast, which in eager casts what {self.cast[0]} is given, and nothing in a "
+                f"backward runs under autocast, which in eager casts what {self.cast} is given, and nothing in a "
                 "compiled graph. Call backward after the block of autocast, as PyTorch advises, in both runs"
             )
         added, edges = added_in_this_backward(), node().next_functions  # type: ignore[union-attr]

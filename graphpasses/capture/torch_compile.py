@@ -172,8 +172,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
         graph = read_aot_graph(gm, stage, origin)
         if stage is Stage.JOINT and keeps_bits:  # Inductor would trace into the operator
             backward = backward_nodes(graph)
-            if found := find_cast(filter(backward.__contains__, graph.graph.nodes), around):
-                gradients.cast.append(found)
+            gradients.cast = find_cast(filter(backward.__contains__, graph.graph.nodes), around)
             give_eagers_formulas(graph.graph, backward.__contains__)
             names = dict(zip(graph.placeholders, graph.inputs, strict=True))
             for node in written_by_checkpointed(gm):

@@ -135,7 +135,7 @@ class Timeline:
 
 
 def replay_order(order: Sequence[fx.Node], costs: Costs, held: Sequence[Held]) -> Timeline:
-    """Plays a step, as :func:`graphpasses.scale.step_time.replay` does, but with a wire for each process group."""
+    """Plays a step, as :func:`graphpasses.scale.step_time.replay` does, and says what it holds and what runs when."""
     now = computed = begun = 0.0
     num_computed, memory = 0, Memory(held)
     spans: list[Span] = []
