@@ -95,7 +95,8 @@ class Accumulators:
             self._local(place, total).add_(gradient)
             return
         leaf = _leaf(group, parameter)
-        leaf.grad = take(leaf, gradient, self._placements.get(place))
+        # From 2.15 on a leaf keeps its gradient in the dtype in which it is reduced.
+        leaf.grad = take(leaf, gradient.to(leaf.grad_dtype), self._placements.get(place))
         if hasattr(parameter, "to_accumulated_grad_if_needed"):  # up to 2.14
             parameter.to_accumulated_grad_if_needed()
 
@@ -139,9 +140,12 @@ def _clear(parameter: FSDPParam) -> None:
 
 def _places(parameter: FSDPParam) -> list[tuple[Any, str]]:
     """Returns owners and names of the attributes in which a parameter keeps gradients."""
-    leaf = getattr(parameter, "_unsharded_param", None)
-    both: list[tuple[Any, str]] = [(parameter, "unsharded_accumulated_grad"), (leaf, "grad")]
-    return [(owner, name) for owner, name in both if hasattr(owner, name)]  # the first up to 2.14
+    places: list[tuple[Any, str]] = []
+    if "unsharded_accumulated_grad" in vars(parameter):  # up to 2.14; then a property, which reads the leaf's
+        places.append((parameter, "unsharded_accumulated_grad"))
+    if hasattr(parameter, "_unsharded_param"):
+        places.append((parameter._unsharded_param, "grad"))
+    return places
 
 
 def _leaf(group: FSDPParamGroup, parameter: FSDPParam) -> nn.Parameter:

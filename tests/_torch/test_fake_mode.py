@@ -16,6 +16,7 @@ from graphpasses._torch import fake_mode
 from graphpasses._torch.fake_mode import strides_of_kernels
 
 aten = torch.ops.aten
+IS_2_15 = torch.__version__.startswith("2.15.")
 
 NUMBERS: dict[Any, tuple[Any, ...]] = {
     aten._log_softmax_backward_data.default: (-1, torch.float32),
@@ -150,7 +151,7 @@ def test_batch_norm_has_the_memory_format_of_its_input(memory_format: torch.memo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_groups_of_matrices_of_each_dtype(dtype: torch.dtype) -> None:
-    """The control: torch's own fake takes bfloat16 alone."""
+    """The control: up to 2.14 torch's own fake takes bfloat16 alone."""
     ends = torch.tensor([2, 5, 8], dtype=torch.int32)
     shapes = [((8, 16), (3, 16, 8)), ((16, 8), (8, 8)), ((3, 16, 8), (8, 8)), ((3, 4, 8), (3, 8, 8))]
     for (a, b), offs in zip(shapes, (ends, ends, ends, None), strict=True):
@@ -161,7 +162,8 @@ def test_groups_of_matrices_of_each_dtype(dtype: torch.dtype) -> None:
             with strides_of_kernels():
                 result = torch.ops.aten._grouped_mm.default(*fakes)
             assert (result.dtype, result.stride()) == (expected.dtype, expected.stride())
-            with nullcontext() if dtype == torch.bfloat16 else pytest.raises(RuntimeError, match="BF16"):
+            is_taken = dtype == torch.bfloat16 or IS_2_15
+            with nullcontext() if is_taken else pytest.raises(RuntimeError, match="BF16"):
                 torch.ops.aten._grouped_mm.default(*fakes)
 
 
@@ -180,7 +182,9 @@ def test_what_an_operator_writes_keeps_its_sizes() -> None:
     result = fake_mode.fake_call(mode, aten.unsqueeze_.default, (row, 0), {})
     assert (result.shape, row.shape) == ((1, 1, 8), (1, 8))
     assert result.untyped_storage()._cdata == row.untyped_storage()._cdata
-    with pytest.warns(UserWarning, match="was resized"):
+    # From 2.15 on torch's fake refuses it, as the kernel does.
+    resized = pytest.warns(UserWarning, match="was resized")
+    with pytest.raises(RuntimeError, match="broadcast") if IS_2_15 else resized:
         fake_mode.fake_call(mode, aten.eq_.Tensor, (row, whole), {})
     assert row.shape == (1, 8)
 
