@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._C import DispatchKey
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import OpOverload
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -45,8 +45,3 @@ def is_cast(node: fx.Node) -> bool:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
     tensors = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.is_floating_point())
     return any(casts_in(target, args, kwargs, each) for each in tensors)
-
-
-def has_a_graph(target: Any) -> bool:
-    """Whether an operator calls a graph that it is given."""
-    return isinstance(target, HigherOrderOperator)

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from graphpasses._torch.autocast import ENTER, EXIT, casts_in, has_a_graph, is_cast
-from graphpasses._torch.schemas import SET_GRAD_ENABLED
+from graphpasses._torch.autocast import ENTER, EXIT, casts_in, is_cast
+from graphpasses._torch.schemas import SET_GRAD_ENABLED, is_higher_order
 from graphpasses.errors import UnsupportedError
 from graphpasses.graph.nodes import source_line
 
@@ -40,7 +40,7 @@ def cast_once(module: fx.GraphModule) -> list[int]:
         if sum(count for _, count in uses) < 2:
             continue
         nodes = [node for node, _ in uses]
-        if any(has_a_graph(node.target) for node in nodes):
+        if any(map(is_higher_order, nodes)):
             raise UnsupportedError(
                 f"autocast casts the weight of {weight.name!r} once for several uses, some of them in a checkpointed "
                 "function, and a compiled graph would cast it for each. Give torch.autocast(..., "

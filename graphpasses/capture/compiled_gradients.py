@@ -13,9 +13,9 @@ from weakref import ref
 from torch import Tensor, fx
 
 from graphpasses._torch.aot_autograd import added_in_this_backward, backward_node
-from graphpasses._torch.pytree import tree_leaves
 from graphpasses._torch.surroundings import after_this_backward, changes_gradient
 from graphpasses.analysis.effects import has_gradient, reached_outputs
+from graphpasses.analysis.uses import num_uses
 from graphpasses.capture.autocast_casts import autocasts_around
 from graphpasses.errors import FidelityError
 from graphpasses.graph import DynamoGraph
@@ -69,12 +69,10 @@ class CompiledGradients:
     def of(cls, graph: DynamoGraph, *, keeps_bits: bool) -> Self:
         """Reads them from a graph that Dynamo traced."""
         reached, nodes = reached_outputs(graph.graph), graph.placeholders
-        readers = [filter(has_gradient, node.users) for node in nodes]
-        read = [[leaf for user in users for leaf in tree_leaves((user.args, user.kwargs))] for users in readers]
         return cls(
             tuple(item.fqn for item in graph.inputs),
             tuple(reached.get(node, frozenset()) for node in nodes),
-            tuple(sum(leaf is node for leaf in leaves) for node, leaves in zip(nodes, read, strict=True)),
+            tuple(map(num_uses, nodes)),
             keeps_bits=keeps_bits,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,7 +61,8 @@ def read_model_graph(
         kind, fqn = state.get(id(value), (InputKind.VALUE, _path(source)))
         inputs.append(GraphInput(kind, identity.canonical(fqn) if kind is not InputKind.VALUE else fqn))
         live.append(value)
-    for node in module.graph.nodes:
+    traced = [each for each in module.modules() if isinstance(each, fx.GraphModule)]  # it calls those that it owns
+    for node in itertools.chain.from_iterable(each.graph.nodes for each in traced):
         if "example_value" in node.meta:
             node.meta["val"] = pytree.tree_map(without_functorch, node.meta["example_value"])
     outputs = module.graph.output_node().args[0]

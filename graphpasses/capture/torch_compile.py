@@ -21,6 +21,7 @@ from graphpasses._torch.module_hooks import global_hook_ids, hook_ids
 from graphpasses._torch.written_inputs import written_by_checkpointed
 from graphpasses.analysis.backward import backward_nodes
 from graphpasses.analysis.effects import launches_collective
+from graphpasses.analysis.uses import check_added_one_by_one
 from graphpasses.capture.autocast_casts import autocasts_around, cast_once, check_cast_once, find_cast
 from graphpasses.capture.compile_options import CompileOptions, Inner
 from graphpasses.capture.compile_report import CompileReport
@@ -149,6 +150,8 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
     captured = read_model_graph(module, model, remembered, CompiledCall.place())
     communicates = any(map(launches_collective, captured.graph.nodes))
     check_lookups(captured)
+    if keeps_bits:
+        check_added_one_by_one(captured)
     rewritten = run(captured)
     kept = [
         index
