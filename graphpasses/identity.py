@@ -332,8 +332,12 @@ def _facts(tensor: torch.Tensor) -> dict[str, object]:
 
 @contextmanager
 def attributes_restored(objects: Iterable[Any]) -> Iterator[None]:
-    """Gives objects back their attributes after the block, and lists, dicts and sets among these their items."""
-    held = [each for thing in objects for each in (vars(thing), *vars(thing).values())]
+    """Gives objects back their attributes after the block, and lists, dicts and sets among these their items.
+
+    What a DistributedDataParallel notes of its reducer, which goes on, stays.
+    """
+    others = [each for each in objects if not isinstance(each, nn.parallel.DistributedDataParallel)]
+    held = [each for thing in others for each in (vars(thing), *vars(thing).values())]
     before = [(each, each.copy()) for each in held if type(each) in (list, dict, set)]
     try:
         yield

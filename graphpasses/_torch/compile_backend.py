@@ -131,6 +131,11 @@ def uncompiled(compiled: Call) -> Call:
     return function
 
 
+def uncompiled_module(module: nn.Module) -> nn.Module:
+    """Returns the module of which ``torch.compile`` made one; another as it is."""
+    return module._orig_mod if isinstance(module, OptimizedModule) else module
+
+
 # ---- from the lookup to the object that compiles -------------------------------------------------------
 
 _LOCK = threading.Lock()

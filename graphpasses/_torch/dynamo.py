@@ -138,6 +138,10 @@ COMPILED_CALL = "symbolically trace a dynamo-optimized function"
 @contextmanager
 def compiled_calls_raise() -> Iterator[None]:
     """Lets torch raise if the block, which is traced, calls a compiled function that would not run as it is."""
-    is_compiled = eval_frame._stance.stance != "force_eager"
-    with config.patch(error_on_nested_fx_trace=is_compiled):
+    with config.patch(error_on_nested_fx_trace=not is_eager_forced()):
         yield
+
+
+def is_eager_forced() -> bool:
+    """Whether compiled functions run as they are, as ``torch.compiler.set_stance("force_eager")`` has it."""
+    return eval_frame._stance.stance == "force_eager"

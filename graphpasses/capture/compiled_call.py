@@ -11,7 +11,7 @@ from torch import nn
 
 from graphpasses._torch.compile_backend import uncompiled
 from graphpasses._torch.ddp import orders_buckets, running_ddp
-from graphpasses._torch.dynamo import BackendCompilerFailed, record_graph_breaks
+from graphpasses._torch.dynamo import BackendCompilerFailed, is_eager_forced, record_graph_breaks
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.capture.named_modules import find_modules
 from graphpasses.capture.refusals import check_materialised
@@ -34,6 +34,9 @@ class CompiledCall:
     DistributedDataParallel, in the model or around it, eager runs. ``options`` are what the user gave
     ``torch.compile``, ``root`` is what the user compiles, and ``compiled`` what Dynamo made of it.
     """
+
+    num_compiled = 0
+    """How many calls, of any compiled function, were not eager's."""
 
     def __init__(self, options: CompileOptions, root: Any, compiled: Callable[..., Any]) -> None:
         self.options = options
@@ -88,7 +91,10 @@ class CompiledCall:
         return _RUNNING.get()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the compiled function."""
+        """Runs the compiled function; what it was made of, where ``torch.compiler.set_stance`` asks for eager."""
+        if is_eager_forced():
+            return uncompiled(self._compiled)(*args, **kwargs)
+        CompiledCall.num_compiled += 1
         if not self._is_checked:
             for module in self._modules:
                 check_materialised(module, "before the first call of what torch.compile returned")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.fsdp2 import fsdp_groups, reshard
@@ -38,14 +40,20 @@ def check_on_batch(loss_fn: Callable[..., torch.Tensor], step: CapturedStep, bat
     with agreed():
         ours = _results(step, batch, lambda: step.run(*step.batch_structure.fresh(batch)))
     with agreed():
-        for name in {**theirs, **ours}:
-            one, other = theirs.get(name), ours.get(name)
-            if one is None or other is None or not same_bits(one, other):
-                raise FidelityError(
-                    f"the captured step computes another {name} than eager on this batch: {_text(other)}, eager "
-                    f"{_text(one)}. Something changed since the capture that a step cannot see (see the limits in "
-                    "the documentation); capture the step again"
-                )
+        if (found := find_difference(theirs, ours)) is not None:
+            raise FidelityError(
+                f"the captured step computes another {found}. Something changed since the capture that a step cannot "
+                "see (see the limits in the documentation); capture the step again"
+            )
+
+
+def find_difference(theirs: Results, ours: Results) -> str | None:
+    """Says which result of eager has other bits than ours, or is there on one side alone; None if none has."""
+    for name in {**theirs, **ours}:
+        one, other = theirs.get(name), ours.get(name)
+        if one is None or other is None or not same_bits(one, other):
+            return f"{name} than eager on this batch: {_text(other)}, eager {_text(one)}"
+    return None
 
 
 def _eager(loss_fn: Callable[..., torch.Tensor], step: CapturedStep, batch: Sequence[Any]) -> torch.Tensor:
@@ -62,23 +70,46 @@ def _results(step: CapturedStep, batch: Sequence[Any], run: Callable[[], torch.T
     """Returns copies of all that a run leaves behind, which is put back."""
     with put_back(step, batch), accumulators_restored(step.model, copied=True):
         results = run_step(step.model, run) | _tensors(step, batch)
-        if step.update is not None:
-            for fqn, parameter in step.model.named_parameters():
-                for name, value in step.update.optimizers.state_of(parameter).items():
-                    if isinstance(value, torch.Tensor):
-                        results[f"optimizer state {name!r} of {fqn!r}"] = value
-        return {name: local_part(value).clone() for name, value in results.items() if value is not None}
+        return copies_of(results | state_in_optimizers(step.model, _optimizers(step)))
+
+
+def copies_of(results: Results) -> Results:
+    """Returns copies of this rank's parts."""
+    return {name: local_part(value).clone() for name, value in results.items() if value is not None}
+
+
+def state_in_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> Results:
+    """Returns the tensors that optimizers keep of a model's parameters, by what they are."""
+    return {
+        f"optimizer state {name!r} of {fqn!r}": value
+        for fqn, parameter in model.named_parameters()
+        for optimizer in optimizers
+        for name, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 @contextmanager
 def put_back(step: CapturedStep, batch: Sequence[Any]) -> Iterator[None]:
     """Puts back what is written in place: tensors, an optimizer's state, and the states of generators."""
-    optimizers = () if step.update is None else step.update.optimizers.each
-    states = [{each: dict(values) for each, values in optimizer.state.items()} for optimizer in optimizers]
-    tensors: list[Any] = [*_tensors(step, batch).values(), *(each.grad for each in step.model.parameters())]
-    tensors += [value for state in states for values in state.values() for value in values.values()]
-    before = [(local, local.clone()) for local in map(local_part, tensors) if isinstance(local, torch.Tensor)]
     generators = [(each, each.get_state()) for each in _constants(step) if isinstance(each, torch.Generator)]
+    try:
+        with values_put_back(step.model, _tensors(step, batch).values(), _optimizers(step)):
+            yield
+    finally:
+        for generator, drawn in generators:
+            generator.set_state(drawn)
+
+
+@contextmanager
+def values_put_back(
+    model: nn.Module, tensors: Iterable[torch.Tensor], optimizers: Collection[Optimizer]
+) -> Iterator[None]:
+    """Puts back what is written into tensors, into a model's gradients, and into the state of optimizers."""
+    states = [{each: dict(values) for each, values in optimizer.state.items()} for optimizer in optimizers]
+    every: list[Any] = [*tensors, *(each.grad for each in model.parameters())]
+    every += [value for state in states for values in state.values() for value in values.values()]
+    before = [(local, local.clone()) for local in map(local_part, every) if isinstance(local, torch.Tensor)]
     try:
         yield
     finally:
@@ -86,11 +117,13 @@ def put_back(step: CapturedStep, batch: Sequence[Any]) -> Iterator[None]:
             for tensor, value in before:
                 if not same_bits(tensor, value):
                     tensor.copy_(value)
-        for generator, drawn in generators:
-            generator.set_state(drawn)
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.state.clear()
             optimizer.state.update(state)
+
+
+def _optimizers(step: CapturedStep) -> tuple[Optimizer, ...]:
+    return () if step.update is None else step.update.optimizers.each
 
 
 def _tensors(step: CapturedStep, batch: Sequence[Any]) -> dict[str, torch.Tensor]:
