@@ -77,8 +77,8 @@ def check_compiled(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *batc
     with agreed():
         if (found := find_difference(theirs, ours)) is not None:
             raise FidelityError(
-                f"the compiled model computes another {found}. The limits in the documentation say where torch.compile "
-                'does otherwise than eager; with inner="inductor" dense layers may'
+                f"the compiled model computes another {found}. The limits in the documentation say where "
+                'torch.compile does otherwise than eager; with inner="inductor" dense layers may'
             )
 
 
