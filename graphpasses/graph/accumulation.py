@@ -201,7 +201,7 @@ class CutSteps(Generic[S]):
         return self.cuts
 
     def _check_dtypes(self, cuts: Cuts, pending: Mapping[str, torch.dtype]) -> None:
-        """Raises where FSDP2 does: a group's gradients have one dtype, also if only some have waited."""
+        """Raises where FSDP2 does up to torch 2.14: gradients of a group have one dtype, if only some waited, too."""
         of_group: dict[str, dict[torch.dtype, str]] = {}
         for fqn, dtype in {**cuts.dtypes, **pending}.items():
             if not _is_group(fqn):
@@ -212,8 +212,8 @@ class CutSteps(Generic[S]):
                 found = ", ".join(f"{dtype} of {fqn!r}" for dtype, fqn in dtypes.items())
                 raise CaptureError(
                     f"gradients of some parameters of an FSDP2 group wait in the dtype of its reduction, and none of "
-                    f"others ({found}): FSDP2 refuses to reduce them together. Let all microbatches of a step train "
-                    "the same parameters"
+                    f"others ({found}): a captured step does not reduce them together, nor does FSDP2 up to torch "
+                    "2.14. Let all microbatches of a step train the same parameters"
                 )
 
     def _why_apart(self, place: str) -> str:

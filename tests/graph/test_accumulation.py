@@ -15,6 +15,7 @@ from graphpasses._torch.fsdp2_accumulation import pending_gradients
 from graphpasses.capture import capture_train_step, simple_fsdp
 from graphpasses.errors import CaptureError
 from graphpasses.graph.accumulation import Waiting
+from tests.helpers.fsdp2_cases import HAS_DTYPES_BY_PARAMETER
 from tests.helpers.models import same_bits
 
 X = torch.ones(2, 4)
@@ -54,7 +55,8 @@ def test_gradients_wait_where_eager_leaves_them(policy: MixedPrecisionPolicy) ->
             for parameter in fully_shard.state(module)._fsdp_param_groups[0].fsdp_params:
                 leaf = parameter._unsharded_param
                 assert parameter.all_gather_outputs[0].untyped_storage().nbytes() == 0  # no memory but the gradients'
-                assert (leaf.grad is None) == (policy is MIXED)
+                is_beside = policy is MIXED and "unsharded_accumulated_grad" in vars(parameter)  # up to torch 2.14
+                assert (leaf.grad is None) == is_beside
         eager = sharded(policy)
         eager.set_requires_gradient_sync(False)
         for x in (X, -X):
@@ -156,11 +158,12 @@ def test_only_some_have_waited_in_the_dtype_of_reduction() -> None:
         model.set_requires_gradient_sync(True)
         assert refused(lambda: step(X, True)) == (
             "gradients of some parameters of an FSDP2 group wait in the dtype of its reduction, and none of others "
-            "(torch.float32 of 'one.weight', torch.bfloat16 of 'other.weight'): FSDP2 refuses to reduce them "
-            "together. Let all microbatches of a step train the same parameters"
+            "(torch.float32 of 'one.weight', torch.bfloat16 of 'other.weight'): a captured step does not reduce them "
+            "together, nor does FSDP2 up to torch 2.14. Let all microbatches of a step train the same parameters"
         )
-        with pytest.raises(AssertionError, match="uniform gradient dtype"):  # eager
-            loss_of_halves(model, X, True).backward()
+        if not HAS_DTYPES_BY_PARAMETER:  # eager up to torch 2.14
+            with pytest.raises(AssertionError, match="uniform gradient dtype"):
+                loss_of_halves(model, X, True).backward()
 
 
 NOWHERE = (

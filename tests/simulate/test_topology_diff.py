@@ -142,7 +142,7 @@ def test_a_step_of_fsdp2() -> None:
     def step() -> tuple[Layout, dict[str, Tensor]]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(1100, 64), nn.LayerNorm(64), nn.Linear(64, 1100), nn.GELU())
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         fully_shard(model, mesh=init_device_mesh("cpu", (8,)), mp_policy=policy)
         generator = torch.Generator().manual_seed(dist.get_rank())
         model(torch.randint(0, 1100, (32, 16), generator=generator)).float().square().mean().backward()
