@@ -253,7 +253,7 @@ class Equal(nn.Module):
 
 
 def of_one_size() -> Case:
-    """Two all-reduces of 320 numbers each: gloo sees no mismatch."""
+    """Two all-reduces of 320 numbers each: gloo sees no mismatch. Rank 1 looks up nothing for others."""
     return Case(Equal, (DP, TW0), partial(one, 2))
 
 
@@ -299,7 +299,6 @@ def trainers() -> list[str]:
 
 
 CASES = {
-    "a rank without lookups": lambda: deep(1, DP, TW0),
     "buckets rebuilt": lambda: deep(4, TW0, TW1),
 }
 CHECKS = {

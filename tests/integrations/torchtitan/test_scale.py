@@ -43,15 +43,14 @@ RECIPES["96 experts"] = RECIPES["deepseek_v3"]
 # Controls: what to do other than eager does, to which model.
 RECIPES |= {"sorted": RECIPES["llama3 biased"], "not coalesced": RECIPES["llama3 tied"]}
 UNEVEN = ("llama3 biased", "qwen3 tied")
-ALL = ("llama3 tied", *UNEVEN, "deepseek_v3")
-# What each process plays: sizes and ranks of which DTensor's caches take no mesh for another one. The smallest and
-# the largest size have all models; `make scale` trains on 64 ranks.
+# What each process plays: sizes and ranks of which DTensor's caches take no mesh for another one. Each model has the
+# smallest size or the largest; `make scale` trains on 64 ranks.
+EVEN = ("llama3 tied", "llama3 biased", "deepseek_v3")
 JOBS = (
-    ((8, 0, (*ALL, "sorted", "not coalesced")), (64, 0, ("qwen3 tied", "deepseek_v3", "96 experts"))),
-    ((256, 0, ALL),),
-    ((256, 128, UNEVEN),),
+    ((8, 0, (*EVEN, "sorted", "not coalesced")), (64, 0, ("deepseek_v3", "96 experts"))),
+    ((256, 0, UNEVEN),),
     ((256, 255, UNEVEN),),
-    ((8, 0, ("hybrid",)), (256, 0, ("hybrid",))),
+    ((256, 0, ("hybrid",)),),
 )
 PLAYED = [
     (num_ranks, rank, name)
@@ -195,10 +194,10 @@ def test_buckets_are_eagers(steps: dict[tuple[int, int, str], Step], num_ranks: 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", UNEVEN)
 def test_ranks_decide_alike(steps: dict[tuple[int, int, str], Step], name: str) -> None:
-    first, middle, last = (steps[256, rank, name] for rank in (0, 128, 255))
+    first, last = (steps[256, rank, name] for rank in (0, 255))
     assert len(first.collectives) > NUM_LAYERS
-    assert first.collectives == middle.collectives == last.collectives
-    assert first.gathered == middle.gathered == last.gathered
+    assert first.collectives == last.collectives
+    assert first.gathered == last.gathered
 
 
 @pytest.mark.multiprocess
@@ -233,13 +232,10 @@ def test_other_buckets_are_refused(steps: dict[tuple[int, int, str], Step], name
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("num_ranks", [64, 256])
-def test_experts_that_eager_shards_on_another_dim_are_refused(
-    steps: dict[tuple[int, int, str], Step], num_ranks: int
-) -> None:
-    error = steps[num_ranks, 0, "deepseek_v3"].error
+def test_experts_that_eager_shards_on_another_dim_are_refused(steps: dict[tuple[int, int, str], Step]) -> None:
+    error = steps[64, 0, "deepseek_v3"].error
     assert error.startswith(
         "UnsupportedError: torchtitan's eager trainer shards "
         "'layers.1.moe.routed_experts.inner_experts.w1_EFD' of shape (8, 256, 256) as Shard(1), graph_trainer as "
-        f"Shard(0) over {num_ranks} ranks"
+        "Shard(0) over 64 ranks"
     )
