@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from functools import cached_property, partial
+from operator import attrgetter
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 from unittest.mock import NonCallableMock
@@ -88,15 +89,18 @@ class Outside:
         names = names_of(code)
         for name in names.imports:
             self.open(name, sys.modules.get(name))
-        new = (names.attributes - self._names - _REPLACED) | (names.optional - self._optional)
-        self._names |= new
-        self._optional |= names.optional
-        for path, value, _ in [*self._asked]:
-            if not isinstance(value, ModuleType):
-                self._ask(path, value, new)
+        self._add_names(names.attributes, names.optional)
         every = [name for name in globals_ if name[:2] != "__"] if "globals" in names.globals else ()
         for name in (*names.globals, *every):  # `globals()` may be asked for any
             self.slot(globals_, name, name)
+
+    def _add_names(self, attributes: frozenset[str], optional: frozenset[str] = frozenset()) -> None:
+        new = (attributes - self._names - _REPLACED) | (optional - self._optional)
+        self._names |= new
+        self._optional |= optional
+        for path, value, _ in [*self._asked]:
+            if not isinstance(value, ModuleType):
+                self._ask(path, value, new)
 
     def read_function(self, function: FunctionType) -> None:
         """Reads the variables of enclosing functions that a function has, and its defaults."""
@@ -129,9 +133,14 @@ class Outside:
             self.read_code(function.__code__, function.__globals__)  # which may have run before
             self.read_function(function)
         if isinstance(value, FunctionType):
-            if not is_users(value):  # a library's decorator may stand before the user's function
-                return self.open(path, getattr(value, "__wrapped__", None))
+            if not is_users(value):
+                # A library's decorator may stand before the user's function, and keep others (``singledispatch``).
+                for name in attributes_of(value) or {} if hasattr(value, "__wrapped__") else ():
+                    self.slot(value, name, f"{path}.{name}")
+                return None
             self.functions.setdefault(id(value.__code__), []).append(value)
+        if isinstance(value, attrgetter):
+            self._add_names(frozenset(part for path in value.__reduce__()[1] for part in path.split(".")))
         if isinstance(value, MethodType):
             self.open(type(value.__self__).__name__, value.__self__)
         for kinds, names, may_change in _PARTS:
@@ -226,7 +235,8 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
 
 def _may_get(value: Any) -> bool:
     """Whether the user's code may set attributes that something does not have yet."""
-    return isinstance(value, types.SimpleNamespace) or (isinstance(value, (FunctionType, type)) and is_users(value))
+    is_open = isinstance(value, (types.SimpleNamespace, torch.Tensor))
+    return is_open or (isinstance(value, (FunctionType, type)) and is_users(value))
 
 
 def _has_default(kind: type, name: str) -> bool:
