@@ -47,8 +47,8 @@ def _collectives_in_place(step: CapturedStep, _: RandomCalls) -> str | None:
             return (
                 f"loss_fn communicates in place: {named_call(node)}. A graph has no wait for it, so what it brings "
                 "could be read too early. Call all_reduce, all_gather, all_gather_into_tensor, reduce_scatter, "
-                "reduce_scatter_tensor, all_to_all_single or scatter of the module torch.distributed, without "
-                "async_op, or communicate before or after the step"
+                "reduce_scatter_tensor, all_to_all_single or scatter of torch.distributed, without async_op, or "
+                "communicate before or after the step"
             )
     return None
 
