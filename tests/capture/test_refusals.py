@@ -368,6 +368,15 @@ def test_collectives_in_place() -> None:
         )
 
 
+def test_a_branch_that_reads_parameters_by_a_variable() -> None:
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: model(x) * 2, lambda x: model(x) * 3, (x,)).sum() + loss_fn(model, x)
+
+    assert "as torch.cond, that reads a tensor by a variable" in refused(
+        lambda: capture_train_step(loss, build(), X, check=False)
+    )
+
+
 # ---- sparse gradients ----------------------------------------------------------------------------------
 
 
