@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import enum
 import functools
+import pickle
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from hashlib import sha256
+from random import Random, SystemRandom
 from threading import local
 from types import CellType, FunctionType, MappingProxyType, MethodType
 from typing import Any, NamedTuple
@@ -133,6 +135,14 @@ def is_array(value: Any) -> bool:
     """Whether a value is an array or a number of NumPy's, which need not be there."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
+
+
+def random_state(value: Any) -> bytes | None:
+    """Returns the state of a generator of random numbers of Python's, or NumPy's; None of all else."""
+    numpy = sys.modules.get("numpy")
+    of_numpy = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
+    is_known = isinstance(value, (Random, *of_numpy)) and not isinstance(value, SystemRandom)
+    return pickle.dumps(value.__reduce__()[1:]) if is_known else None
 
 
 _WITHOUT_MEMORY: set[type] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import io
 import sys
@@ -60,6 +61,7 @@ class Outside:
         self._asked: list[tuple[str, Any, frozenset[str]]] = []  # what cannot be watched, with its attributes
         self._ran: set[int] = set()  # ids of functions
         self._names: set[str] = {"forward"}  # of attributes
+        self._generators: list[tuple[str, Any, Any]] = []  # of random numbers, with copies
         self._optional: set[str] = set()  # of these, the ones that code does without
 
     def owner(self, value: Any, path: str = "", *, of_model: bool = False) -> Owner:
@@ -139,6 +141,8 @@ class Outside:
                     self.slot(value, name, f"{path}.{name}")
                 return None
             self.functions.setdefault(id(value.__code__), []).append(value)
+        if keys.random_state(value) is not None:
+            self._generators.append((path, value, copy.deepcopy(value)))
         if isinstance(value, attrgetter):
             self._add_names(frozenset(part for path in value.__reduce__()[1] for part in path.split(".")))
         if isinstance(value, MethodType):
@@ -204,6 +208,16 @@ class Outside:
         if name in self._optional and _may_get(kind):
             self.slot(kind, name, f"{kind.__name__}.{name}")
 
+    def refuse_draws(self) -> None:
+        """Raises if a generator of random numbers was drawn from, and puts its state back."""
+        for path, generator, before in self._generators:
+            if keys.random_state(generator) != keys.random_state(before):
+                if (bits := getattr(generator, "bit_generator", None)) is not None:
+                    bits.state = before.bit_generator.state
+                else:
+                    generator.__setstate__(before.__getstate__())
+                raise CaptureError(drawn(repr(path)))
+
     def finish(self) -> None:
         """Asks modules of libraries, and adds the attributes that functions and classes did not have before."""
         for path, value, before in [*self._asked]:
@@ -212,6 +226,14 @@ class Outside:
             for name in vars(value).keys() - before if _may_get(value) else ():
                 if name[:2] != "__":
                     self.owner(value).add(name, f"{path}.{name}", value=MISSING)
+
+
+def drawn(generator: str) -> str:
+    """Says why a step is refused that draws from another generator than torch's."""
+    return (
+        f"loss_fn draws random numbers of {generator}, and a captured step would repeat those of its capture. Draw "
+        "them with torch, or outside, and give them in the batch"
+    )
 
 
 def refuse_iterator(what: str, value: Any) -> None:

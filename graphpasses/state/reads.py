@@ -75,6 +75,7 @@ class Reads:
             with self._stack:
                 self._begin()
                 yield
+            self._outside.refuse_draws()
             self._outside.finish()
             self._find_caches()
             for owner in self.names:
