@@ -12,7 +12,7 @@ from unittest import mock
 
 import sympy  # type: ignore[import-untyped]
 import torch
-from torch import _meta_registrations, _prims_common, _refs
+from torch import _meta_registrations, _prims_common
 from torch._decomp import decomposition_table
 from torch._dispatch.python import no_python_dispatcher
 from torch._guards import active_fake_mode as active_fake_mode
@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._mode_utils import no_dispatch
 
 from graphpasses._torch import pytree
+from graphpasses._torch.fake_kernels import FAKE_RESULTS
 from graphpasses._torch.schemas import writes_arguments
 from graphpasses.gc_pause import objects_made_in_pause
 
@@ -155,8 +156,7 @@ def strides_of_kernels() -> Iterator[None]:
         for operator in (aten.view.default, aten._unsafe_view.default)
     }
     fakes |= dict.fromkeys(_NORMS, _norm)
-    fakes[aten.constant_pad_nd.default] = _constant_pad_nd
-    fakes[aten.rrelu_with_noise.default] = fakes[aten.rrelu_with_noise_functional.default] = _rrelu
+    fakes |= FAKE_RESULTS
     replace: Any = mock.patch.object
     order = functools.partial(_dim_order, _prims_common.compute_elementwise_output_logical_to_physical_perm)
     grouped_mm = functools.partial(_grouped_mm, _meta_registrations._meta_grouped_mm_common)
@@ -206,22 +206,6 @@ def _norm(mode: FakeTensorMode, operator: Any, *args: Any, **kwargs: Any) -> Any
 
 def _is_mixed(args: Iterable[Any]) -> bool:
     return len({each.dtype for each in args if isinstance(each, torch.Tensor)}) > 1
-
-
-def _constant_pad_nd(mode: FakeTensorMode, _: Any, tensor: FakeTensor, pad: Any, *value: Any) -> Any:
-    """Pads by symbols, which torch's fake refuses."""
-    if not any(isinstance(each, torch.SymInt) for each in pad):
-        return NotImplemented
-    with mode:
-        return _refs.constant_pad_nd(tensor, pad, *value)
-
-
-def _rrelu(mode: FakeTensorMode, operator: Any, tensor: torch.Tensor, noise: torch.Tensor, *_: Any, **__: Any) -> Any:
-    """Returns a contiguous tensor, as the kernel does; torch's fake keeps strides."""
-    with mode:
-        result = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        is_functional = operator == aten.rrelu_with_noise_functional.default
-        return (result, torch.empty_like(noise)) if is_functional else result
 
 
 def _dim_order(torchs: Callable[..., tuple[list[int], bool]], *tensors: Any, **options: Any) -> Any:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d
+from torch.overrides import BaseTorchFunctionMode
 
 
 def _reduce_scatter(output: Tensor, input_list: Sequence[Tensor], op: str = "sum", group: Any = None) -> None:
@@ -41,12 +42,14 @@ def _scatter(
     tensor.copy_(functional.all_to_all_single(torch.cat(parts), received, sent, group).view(tensor.shape))
 
 
-# The first five are what Dynamo traces in the place of each, too. Tested: 2.13.
+# All but the last two are what Dynamo traces in the place of each, too. Tested: 2.13.
 _FUNCTIONAL: dict[str, Callable[..., Any]] = {
     "all_reduce": functional.all_reduce_inplace,
     "all_gather": functional.all_gather_inplace,
     "all_gather_into_tensor": functional.all_gather_tensor_inplace,
+    "all_gather_single": functional.all_gather_tensor_inplace,  # which the former calls since torch 2.13
     "reduce_scatter_tensor": functional.reduce_scatter_tensor_inplace,
+    "reduce_scatter_single": functional.reduce_scatter_tensor_inplace,
     "all_to_all_single": functional.all_to_all_inplace,
     "reduce_scatter": _reduce_scatter,
     "scatter": _scatter,
@@ -57,10 +60,14 @@ _FUNCTIONAL: dict[str, Callable[..., Any]] = {
 def collectives_with_waits() -> Iterator[None]:
     """Lets a collective that the user's code waits for be one that a graph knows, a wait, and a copy.
 
-    It moves, or adds, the same. Autograd takes no notice of either.
+    It moves, or adds, the same. Autograd takes no notice of either. A mode of functions is on, under which torch
+    looks for a collective by its name again: the user's code may have imported it under one of its own.
     """
     with ExitStack() as stack:
+        stack.enter_context(BaseTorchFunctionMode())
         for name, traced in _FUNCTIONAL.items():
+            if not hasattr(dist, name):
+                continue
             replaced = _replaced(getattr(dist, name), traced)
             for module in (dist, distributed_c10d):
                 stack.enter_context(mock.patch.object(module, name, replaced))
@@ -76,11 +83,21 @@ def _replaced(original: Callable[..., Any], traced: Callable[..., Any]) -> Calla
         is_async = given.pop("async_op", False)
         if "op" in given:
             given["op"] = functional.REDUCE_OP_TO_STR.get(given["op"])
-        caller = str(sys._getframe(1).f_globals.get("__name__"))
-        if is_async or given.get("op", "") is None or caller.startswith("torch.distributed.fsdp"):
+        if is_async or given.get("op", "") is None or _caller().startswith("torch.distributed.fsdp"):
             return original(*args, **kwargs)
         with torch.no_grad():
             traced(**given)
         return None
 
     return collective
+
+
+def _caller() -> str:
+    """Returns the module that calls a collective, past those by which torch comes back to it."""
+    frame: Any = sys._getframe(2)
+    while (name := str(frame.f_globals.get("__name__"))) in _WAY_BACK:
+        frame = frame.f_back
+    return name
+
+
+_WAY_BACK = ("torch.overrides", "torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")

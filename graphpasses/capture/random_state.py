@@ -18,6 +18,7 @@ from graphpasses.analysis.backward import is_backward
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.nodes import named_call
 from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
+from graphpasses.state.outside import drawn
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,7 @@ def find_random_fault(step: CapturedStep, calls: RandomCalls) -> str | None:
     states = [node for node in step.graph.nodes if node.target in (READ_RANDOM_STATE, SET_RANDOM_STATE)]
     drawing = [node for node in step.graph.nodes if draws(node) and node not in states]
     if calls.others:
-        return (
-            f"loss_fn draws random numbers of {calls.others[0]}, and a captured step would repeat those of its "
-            "capture. Draw them with torch, or outside, and give them in the batch"
-        )
+        return drawn(calls.others[0])
     if calls.seeds and drawing:
         return (
             f"loss_fn calls {calls.seeds[0]}, and {named_call(drawing[0])} draws from its generator; a captured step "

@@ -98,15 +98,21 @@ _REFUSED_TRACES = {
         "loss_fn gives a tensor for a size at {line}, and none has a value while a step is traced; write "
         "tensor.item(). Modules of torch do so for a PackedSequence: give them padded tensors"
     ),
-    # As the tracer says of the memory that cuDNN gives all weights of a layer.
+    # As the tracer says of the memory that cuDNN gives all weights of a layer, and of what a pickle lies in.
     "argument of type: <class 'torch.storage.UntypedStorage'>": (
         "loss_fn calls an operator at {line} that makes a tensor of other tensors' memory, as an LSTM, a GRU or an "
-        "RNN that runs in cuDNN: turn cuDNN off in both runs, with torch.backends.cudnn.set_flags(False)"
+        "RNN that runs in cuDNN: turn cuDNN off in both runs, with torch.backends.cudnn.set_flags(False). Objects "
+        "that ranks send each other (all_gather_object) give in the batch"
     ),
     # As Tensor.numpy says of a tensor that is traced.
     ".numpy() is not supported": (
         "loss_fn reads a tensor's values at {line} by NumPy, and there are none while a step is traced. Compute with "
         "torch instead, or outside, and give the result in the batch"
+    ),
+    # As an operator says whose C++ writes numbers into a tensor by itself.
+    "its data is not allocated yet": (
+        "loss_fn calls an operator at {line} that makes a tensor of numbers that it is given, as ctc_loss does where "
+        "lengths are numbers: give it tensors"
     ),
     # As torch's fake kernel of torch.fft says.
     "tried to directly modify sizes": (

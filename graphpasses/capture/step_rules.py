@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import fx
 
+from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.schemas import inner_names, is_tensor_subclass
 from graphpasses._torch.storage import memories
 from graphpasses.capture.guards import is_literal
@@ -47,9 +49,22 @@ def _collectives_in_place(step: CapturedStep, _: RandomCalls) -> str | None:
             return (
                 f"loss_fn communicates in place: {named_call(node)}. A graph has no wait for it, so what it brings "
                 "could be read too early. Call all_reduce, all_gather, all_gather_into_tensor, reduce_scatter, "
-                "reduce_scatter_tensor, all_to_all_single or scatter of the module torch.distributed, without "
-                "async_op, or communicate before or after the step"
+                "reduce_scatter_tensor, all_to_all_single or scatter of torch.distributed, without async_op, or "
+                "communicate before or after the step"
             )
+    return None
+
+
+def _branches(step: CapturedStep, _: RandomCalls) -> str | None:
+    """Refuses a graph in the graph that reads a tensor of the step by a variable: autograd did not see that."""
+    for name, module in step.module.named_modules():
+        for node in module.graph.find_nodes(op="get_attr") if isinstance(module, fx.GraphModule) and name else ():
+            if is_fake(getattr(module, str(node.target))):
+                return (
+                    "loss_fn calls an operator of torch with a function, as torch.cond, that reads a tensor by a "
+                    "variable of its own, and the captured step would compute no gradient by it. Write `if`, or "
+                    "torch.where"
+                )
     return None
 
 
@@ -128,6 +143,7 @@ def _layout(value: torch.Tensor) -> str:
 RULES: tuple[StepRule, ...] = (
     _recurrent_kernel,
     _collectives_in_place,
+    _branches,
     _other_memory,
     _sparse_gradients,
     find_random_fault,

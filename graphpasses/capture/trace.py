@@ -248,8 +248,8 @@ def _check_loss(loss: Any, trainable: list[str]) -> None:
         )
     if not loss.requires_grad:
         raise CaptureError(
-            "the loss does not depend on any trainable parameter (computed under no_grad, or detached?); "
-            f"trainable: {', '.join(trainable[:3])}{', …' if len(trainable) > 3 else ''}"
+            "the loss does not depend on any trainable parameter (under no_grad, detached, or by torch.cond?)"
+            f"; trainable: {', '.join(trainable[:3])}{', …' if len(trainable) > 3 else ''}"
         )
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import enum
 import functools
+import pickle
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from hashlib import sha256
+from random import Random, SystemRandom
 from threading import local
 from types import CellType, FunctionType, MappingProxyType, MethodType
 from typing import Any, NamedTuple
@@ -133,6 +135,16 @@ def is_array(value: Any) -> bool:
     """Whether a value is an array or a number of NumPy's, which need not be there."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
+
+
+def random_state(value: Any) -> bytes | None:
+    """Returns the state of a generator of one's own of Python's, or NumPy's random numbers; None of all else."""
+    numpy = sys.modules.get("numpy")
+    of_numpy = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
+    if not isinstance(value, (Random, *of_numpy)) or isinstance(value, SystemRandom):
+        return None
+    is_global = of_numpy and value is numpy.random.rand.__self__  # type: ignore[union-attr]
+    return None if is_global else pickle.dumps(value.__reduce__()[1:])
 
 
 _WITHOUT_MEMORY: set[type] = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import io
 import sys
@@ -11,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from functools import cached_property, partial
+from operator import attrgetter
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 from unittest.mock import NonCallableMock
@@ -59,6 +61,7 @@ class Outside:
         self._asked: list[tuple[str, Any, frozenset[str]]] = []  # what cannot be watched, with its attributes
         self._ran: set[int] = set()  # ids of functions
         self._names: set[str] = {"forward"}  # of attributes
+        self._generators: list[tuple[str, Any, Any]] = []  # of random numbers, with copies
         self._optional: set[str] = set()  # of these, the ones that code does without
 
     def owner(self, value: Any, path: str = "", *, of_model: bool = False) -> Owner:
@@ -88,15 +91,18 @@ class Outside:
         names = names_of(code)
         for name in names.imports:
             self.open(name, sys.modules.get(name))
-        new = (names.attributes - self._names - _REPLACED) | (names.optional - self._optional)
-        self._names |= new
-        self._optional |= names.optional
-        for path, value, _ in [*self._asked]:
-            if not isinstance(value, ModuleType):
-                self._ask(path, value, new)
+        self._add_names(names.attributes, names.optional)
         every = [name for name in globals_ if name[:2] != "__"] if "globals" in names.globals else ()
         for name in (*names.globals, *every):  # `globals()` may be asked for any
             self.slot(globals_, name, name)
+
+    def _add_names(self, attributes: frozenset[str], optional: frozenset[str] = frozenset()) -> None:
+        new = (attributes - self._names - _REPLACED) | (optional - self._optional)
+        self._names |= new
+        self._optional |= optional
+        for path, value, _ in [*self._asked]:
+            if not isinstance(value, ModuleType):
+                self._ask(path, value, new)
 
     def read_function(self, function: FunctionType) -> None:
         """Reads the variables of enclosing functions that a function has, and its defaults."""
@@ -129,9 +135,16 @@ class Outside:
             self.read_code(function.__code__, function.__globals__)  # which may have run before
             self.read_function(function)
         if isinstance(value, FunctionType):
-            if not is_users(value):  # a library's decorator may stand before the user's function
-                return self.open(path, getattr(value, "__wrapped__", None))
+            if not is_users(value):
+                # A library's decorator may stand before the user's function, and keep others (``singledispatch``).
+                for name in attributes_of(value) or {} if hasattr(value, "__wrapped__") else ():
+                    self.slot(value, name, f"{path}.{name}")
+                return None
             self.functions.setdefault(id(value.__code__), []).append(value)
+        if keys.random_state(value) is not None:
+            self._generators.append((path, value, copy.deepcopy(value)))
+        if isinstance(value, attrgetter):
+            self._add_names(frozenset(part for path in value.__reduce__()[1] for part in path.split(".")))
         if isinstance(value, MethodType):
             self.open(type(value.__self__).__name__, value.__self__)
         for kinds, names, may_change in _PARTS:
@@ -195,6 +208,16 @@ class Outside:
         if name in self._optional and _may_get(kind):
             self.slot(kind, name, f"{kind.__name__}.{name}")
 
+    def refuse_draws(self) -> None:
+        """Raises if a generator of random numbers was drawn from, and puts its state back."""
+        for path, generator, before in self._generators:
+            if keys.random_state(generator) != keys.random_state(before):
+                if (bits := getattr(generator, "bit_generator", None)) is not None:
+                    bits.state = before.bit_generator.state
+                else:
+                    generator.__setstate__(before.__getstate__())
+                raise CaptureError(drawn(repr(path)))
+
     def finish(self) -> None:
         """Asks modules of libraries, and adds the attributes that functions and classes did not have before."""
         for path, value, before in [*self._asked]:
@@ -203,6 +226,14 @@ class Outside:
             for name in vars(value).keys() - before if _may_get(value) else ():
                 if name[:2] != "__":
                     self.owner(value).add(name, f"{path}.{name}", value=MISSING)
+
+
+def drawn(generator: str) -> str:
+    """Says why a step is refused that draws from another generator than torch's."""
+    return (
+        f"loss_fn draws random numbers of {generator}, and a captured step would repeat those of its capture. Draw "
+        "them with torch, or outside, and give them in the batch"
+    )
 
 
 def refuse_iterator(what: str, value: Any) -> None:
@@ -226,7 +257,8 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
 
 def _may_get(value: Any) -> bool:
     """Whether the user's code may set attributes that something does not have yet."""
-    return isinstance(value, types.SimpleNamespace) or (isinstance(value, (FunctionType, type)) and is_users(value))
+    is_open = isinstance(value, (types.SimpleNamespace, torch.Tensor))
+    return is_open or (isinstance(value, (FunctionType, type)) and is_users(value))
 
 
 def _has_default(kind: type, name: str) -> bool:

@@ -75,6 +75,7 @@ class Reads:
             with self._stack:
                 self._begin()
                 yield
+            self._outside.refuse_draws()
             self._outside.finish()
             self._find_caches()
             for owner in self.names:
@@ -260,8 +261,10 @@ class Reads:
         of_model = id(this) in self._outside.of_model
         if isinstance(this, nn.Module):
             state = attributes_of(this) or {}
-            if any(name in state.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules")):
-                return not of_model
+            kinds = ("_parameters", "_buffers", "_modules")
+            if kind := next((each for each in kinds if name in state.get(each, ())), None):
+                # Who puts others there for a while (``functional_call``) has read what there was.
+                return not of_model and kind not in self._watched[id(this)].slots
         static = inspect.getattr_static(type(this), name, None)
         if not isinstance(this, nn.Module) and is_torchs(type(this)):  # torch's objects keep caches and counts
             return key_of(value).is_plain and not isinstance(static, (property, cached_property))

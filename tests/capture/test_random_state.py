@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -135,6 +136,27 @@ def test_random_numbers_of_others(draw: Callable[[], float], name: str) -> None:
     )
     after = draw.__self__.getstate() if name == "Python's random" else numpy.random.get_state()[1].tobytes()
     assert after == state
+
+
+@pytest.mark.parametrize(
+    "generator",
+    [random.Random(3), numpy.random.default_rng(3), numpy.random.RandomState(3)],
+    ids=["random", "numpy", "former"],
+)
+def test_random_numbers_of_a_generator_of_ones_own(generator: Any) -> None:
+    twin = copy.deepcopy(generator)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        scale = 1.0 if model.training else generator.uniform(0.0, 1.0)
+        return loss_fn(model, x) * scale
+
+    step = capture_train_step(loss, model := nn.Linear(4, 1), X)
+    generator.uniform(0.0, 1.0)
+    step(X)
+    twin.uniform(0.0, 1.0)
+    with pytest.raises(CaptureError, match=r"^loss_fn draws random numbers of 'generator', "):
+        capture_train_step(loss, model.eval(), X, check=False)
+    assert generator.uniform(0.0, 1.0) == twin.uniform(0.0, 1.0)
 
 
 @pytest.mark.parametrize("is_new", [False, True])

@@ -363,9 +363,18 @@ def test_collectives_in_place() -> None:
         assert refused(lambda: capture_train_step(told, build(), X)) == (
             "loss_fn communicates in place: c10d.broadcast_.default. A graph has no wait for it, so what it brings "
             "could be read too early. Call all_reduce, all_gather, all_gather_into_tensor, reduce_scatter, "
-            "reduce_scatter_tensor, all_to_all_single or scatter of the module torch.distributed, without async_op, "
+            "reduce_scatter_tensor, all_to_all_single or scatter of torch.distributed, without async_op, "
             "or communicate before or after the step"
         )
+
+
+def test_a_branch_that_reads_parameters_by_a_variable() -> None:
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: model(x) * 2, lambda x: model(x) * 3, (x,)).sum() + loss_fn(model, x)
+
+    assert "as torch.cond, that reads a tensor by a variable" in refused(
+        lambda: capture_train_step(loss, build(), X, check=False)
+    )
 
 
 # ---- sparse gradients ----------------------------------------------------------------------------------

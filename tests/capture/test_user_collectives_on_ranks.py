@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
 from torch import Tensor, nn
+from torch.distributed import all_gather_into_tensor, all_reduce
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
@@ -48,7 +49,7 @@ def centered(model: nn.Module, x: Tensor) -> Tensor:
 def of_the_loss(model: nn.Module, x: Tensor) -> Tensor:
     """What autograd takes no notice of: the gradient is this rank's."""
     loss = model(x).square().mean()
-    dist.all_reduce(loss)
+    all_reduce(loss)
     return loss * 2
 
 
@@ -56,7 +57,7 @@ def gathered_scores(model: nn.Module, x: Tensor) -> Tensor:
     """Others' scores, without gradients, in one tensor and in a list."""
     y = model(x)
     joined = torch.empty(2 * len(y), y.shape[1])
-    dist.all_gather_into_tensor(joined, y.detach())
+    all_gather_into_tensor(joined, y.detach())
     apart = [torch.empty_like(y) for _ in range(2)]
     dist.all_gather(apart, y.detach().sin())
     return (y * joined.mean(dim=0)).sum() + (y * sum(apart)).mean()

@@ -307,15 +307,18 @@ def test_a_list_in_itself() -> None:
     refuses(Model(), lambda model, x: mean(model, x) * items[1][1][0], lambda: items.__setitem__(0, 2.0))
 
 
-def test_an_attribute_of_a_parameter() -> None:
-    model = Model()
-    model.linear.weight.scale = 1.0  # type: ignore[assignment]
-    message = refuses(
-        model,
-        lambda model, x: mean(model, x) * model.linear.weight.scale,
-        lambda: setattr(model.linear.weight, "scale", 2.0),
-    )
-    assert message.startswith("'linear.weight.scale' was 1.0 ")
+def test_an_attribute_of_a_parameter_that_it_gets_later() -> None:
+    weight = (model := Model()).linear.weight
+    for scale in (1.0, 2.0):
+        message = refuses(
+            model,
+            lambda model, x: mean(model, x) * getattr(model.linear.weight, "scale", 3.0),
+            partial(setattr, weight, "scale", scale),
+        )
+        before = "absent" if scale == 1.0 else "1.0"
+        assert message.startswith(
+            f"'linear.weight.scale' was {before} when the step was captured, and is {scale} now"
+        )
 
 
 def test_a_step_for_a_model_with_a_namespace_of_its_own() -> None:

@@ -6,7 +6,8 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, singledispatch
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +15,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import CaptureError
 from graphpasses.identity import same_bits
+from tests.helpers.changes import refuses
 
 X = torch.linspace(-1.0, 1.0, 12).view(3, 4)
 SCALE = 1.0
@@ -285,6 +288,48 @@ def test_new_ones_of_all_that_are_iterated(holder: Any, add: Callable[[Any], obj
     assert not same_bits(loss_fn(model, X), before)
     with pytest.raises(CaptureError, match=name):
         step(X)
+
+
+def test_a_path_that_was_given_to_an_attrgetter_before() -> None:
+    settings, scale_of = SimpleNamespace(loss=SimpleNamespace(scale=1.0)), attrgetter("loss.scale")
+    message = refuses(
+        build(),
+        lambda model, x: model(x).mean() * scale_of(settings),
+        lambda: setattr(settings.loss, "scale", 2.0),
+    )
+    assert message.startswith("'settings.loss.scale' was 1.0 ")
+
+
+def test_a_function_of_another_class_that_a_generic_function_gets() -> None:
+    @singledispatch
+    def scale_of(module: nn.Module) -> float:
+        return 1.0
+
+    message = refuses(
+        build(),
+        lambda model, x: model(x).mean() * scale_of(model[0]),
+        lambda: scale_of.register(nn.Linear, lambda module: 2.0),
+    )
+    assert message.startswith("'scale_of.registry[0][Linear]' was absent ")
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_a_network_from_outside_that_runs_with_weights_of_the_model(is_mapped: bool) -> None:
+    network = nn.Linear(4, 1, bias=False).requires_grad_(False)
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        weights = model(x)[:, None]
+        if is_mapped:
+            return torch.vmap(lambda w: functional_call(network, {"weight": w}, (x,)))(weights).square().mean()
+        return functional_call(network, {"weight": weights[0]}, (x,)).mean() + network(x).mean()
+
+    step = capture_train_step(loss_fn, model := build(), X)
+    assert same_bits(step(2 * X), loss_fn(model, 2 * X))
+    assert not same_bits(step(2 * X), loss_fn(model, X))
+    if not is_mapped:
+        network.weight = nn.Parameter(torch.ones(1, 4), requires_grad=False)
+        with pytest.raises(CaptureError, match=r"network\._parameters\['weight'\]|network\.weight"):
+            step(X)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")

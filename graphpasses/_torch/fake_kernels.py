@@ -1,0 +1,55 @@
+"""Fake results of single operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import _refs
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+aten = torch.ops.aten
+
+
+def _constant_pad_nd(mode: FakeTensorMode, _: Any, tensor: FakeTensor, pad: Any, *value: Any) -> Any:
+    """Pads by symbols, which torch's fake refuses."""
+    if not any(isinstance(each, torch.SymInt) for each in pad):
+        return NotImplemented
+    with mode:
+        return _refs.constant_pad_nd(tensor, pad, *value)
+
+
+def _rrelu(mode: FakeTensorMode, operator: Any, tensor: torch.Tensor, noise: torch.Tensor, *_: Any, **__: Any) -> Any:
+    """Returns a contiguous tensor, as the kernel does; torch's fake keeps strides."""
+    with mode:
+        result = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        is_functional = operator == aten.rrelu_with_noise_functional.default
+        return (result, torch.empty_like(noise)) if is_functional else result
+
+
+def _ctc_loss(mode: FakeTensorMode, _: Any, *args: Any, **__: Any) -> Any:
+    """Returns the losses, and what backward reads of each place up to the end of the longest target."""
+    scores, lengths, sizes = args[0], args[3], mode.shape_env
+    assert sizes is not None
+    is_unknown = isinstance(lengths, torch.Tensor)
+    num_places = sizes.create_unbacked_symint() if is_unknown else 2 * max(lengths) + 1
+    num_steps, num_samples, _ = scores.shape
+    with mode:
+        return scores.new_empty(num_samples), scores.new_empty(num_samples, num_steps, num_places)
+
+
+def _ctc_loss_backward(mode: FakeTensorMode, _: Any, gradient: torch.Tensor, scores: torch.Tensor, *__: Any) -> Any:
+    with mode:
+        return torch.empty_like(scores, memory_format=torch.contiguous_format)
+
+
+# Fake results of operators, for which torch has none, or others than the kernels give.
+FAKE_RESULTS: dict[Any, Any] = {
+    aten.constant_pad_nd.default: _constant_pad_nd,
+    aten.rrelu_with_noise.default: _rrelu,
+    aten.rrelu_with_noise_functional.default: _rrelu,
+    aten._ctc_loss.default: _ctc_loss,
+    aten._ctc_loss.Tensor: _ctc_loss,
+    aten._ctc_loss_backward.default: _ctc_loss_backward,
+    aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
+}
