@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.fsdp2 import fsdp_groups, own_reduction, refuse_partial_reduction, replicate_group
+from graphpasses._torch.fsdp2_dtypes import KEEPS_GRADIENT_DTYPES
 from graphpasses.errors import CaptureError
 
 
@@ -60,6 +61,7 @@ class Accumulators:
                 found[fqn] = self._local(fqn, gradient)
         for index, group in enumerate(self.groups):
             if group._partial_reduce_output is not None and group.reduce_grads and not _is_partial(group):
+                _refuse_layouts(group)
                 found[f"group {index}"] = group._partial_reduce_output.view(1, -1)  # as a graph reduces
         return found
 
@@ -106,6 +108,13 @@ class Accumulators:
             return fqn
         return f"group {self.groups.index(self.parameters[fqn][0])}"
 
+    def dtype_of_first(self, fqn: str) -> torch.dtype | None:
+        """Returns in what FSDP2 adds the first gradients that wait; None for that of compute, as up to 2.14."""
+        if fqn not in self.parameters or not KEEPS_GRADIENT_DTYPES:
+            return None
+        dtype: torch.dtype | None = cast(Any, self.parameters[fqn][1]).unsharded_grad_dtype
+        return dtype
+
     def _local(self, place: str, gradient: torch.Tensor) -> torch.Tensor:
         if not isinstance(gradient, DTensor):
             return gradient
@@ -124,7 +133,20 @@ class Accumulators:
 def _is_partial(group: FSDPParamGroup) -> bool:
     if own_reduction(group) is not None:
         refuse_partial_reduction(group)
-    return group.reduce_grads and not group.all_reduce_grads and replicate_group(group) is not None
+    is_partial = group.reduce_grads and not group.all_reduce_grads and replicate_group(group) is not None
+    if is_partial:
+        _refuse_layouts(group)
+    return is_partial
+
+
+def _refuse_layouts(group: FSDPParamGroup) -> None:
+    """Raises where FSDP2 notes of what parameters a packed gradient is, as from torch 2.15 on."""
+    if hasattr(group, "_partial_reduce_output_layout"):
+        raise CaptureError(
+            "gradients wait in FSDP2 reduced over shards and not over replicas (set_requires_all_reduce(False)), or "
+            "are to wait so, which a captured step does not follow with torch 2.15. Run all microbatches of the step "
+            "eagerly, or let them wait unreduced (set_requires_gradient_sync(False))"
+        )
 
 
 def unreduced_gradient(parameter: FSDPParam) -> torch.Tensor | None:

@@ -15,6 +15,7 @@ from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses._torch.operator_facts import writes_first
 from graphpasses._torch.schemas import out_of_place_view, returns_alias, writes_arguments
 from graphpasses.analysis.effects import is_written
+from graphpasses.analysis.parameter_collectives import added_uses
 from graphpasses.capture.formulas import give_eagers_formulas
 from graphpasses.capture.unrounded_gradients import keep_unrounded
 from graphpasses.embedding.torchrec.batches import TORCHREC
@@ -22,7 +23,7 @@ from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.graph import CapturedStep, GraphInput, GraphOutput, InputKind, OutputKind, Stage, TrainGraph
 from graphpasses.graph.accumulation import Cuts, Marks
 from graphpasses.graph.batch_structure import BatchStructure
-from graphpasses.graph.nodes import argument
+from graphpasses.graph.nodes import SAME_TENSOR_OPS, argument
 from graphpasses.graph.parameters import get_state, parameter_infos
 from graphpasses.identity import IdentityMap
 from graphpasses.state.snapshot import Snapshot
@@ -248,6 +249,13 @@ def _is_made_here(node: fx.Node) -> bool:
     return node.op == "call_function" and not is_another
 
 
+def _renamed(node: fx.Node) -> fx.Node:
+    """Returns the tensor for which a node is another name."""
+    while node.target in SAME_TENSOR_OPS:
+        node = argument(node)
+    return node
+
+
 def _take_marks(module: fx.GraphModule, marks: Marks) -> Cuts | None:
     """Takes the marks of places out of a graph; returns it as it was with them. None if there are none."""
     if not marks.names:
@@ -257,11 +265,13 @@ def _take_marks(module: fx.GraphModule, marks: Marks) -> Cuts | None:
     nodes = values[-len(marks.names) :]
     output.args = (values[: -len(nodes)],)
     marked = lazy_module(module, copy_graph(module.graph))
+    places = dict(zip(marks.names, nodes, strict=True))
+    added = frozenset(place for place, node in places.items() if len(added_uses(_renamed(node))) > 1)
     for node in nodes:
         node.replace_all_uses_with(node.args[0])
         module.graph.erase_node(node)
-    names = {place: node.name for place, node in zip(marks.names, nodes, strict=True)}
-    return Cuts(marked, replace(marks, names=names))
+    names = {place: node.name for place, node in places.items()}
+    return Cuts(marked, replace(marks, names=names, added=added))
 
 
 def _keep_one_total(graph: TrainGraph) -> None:

@@ -57,6 +57,8 @@ class Marks:
 
     names: dict[str, str] = field(default_factory=dict)  # by place, of the view's node
     placements: dict[str, Any] = field(default_factory=dict)  # by place, of a gradient that is a DTensor
+    # Parameters with several uses, whose gradients the step adds in the dtype of compute.
+    added: frozenset[str] = frozenset()
     # Parameters of groups that may reduce before all gradients are there: what has waited is reduced by itself.
     late: set[str] = field(default_factory=set)
 
@@ -197,6 +199,14 @@ class CutSteps(Generic[S]):
                 f"the gradient of {min(kept)!r} is to wait (set_requires_gradient_sync(False)), and that of "
                 f"{reduced[0]!r} {why}: the step updates both. Or capture without optimizer="
             )
+        for fqn in sorted(kept & marks.added - {*pending}):
+            computed, first = self.cuts.dtypes[fqn], self.accumulators.dtype_of_first(fqn)
+            if first not in (None, computed):
+                raise CaptureError(
+                    f"parameter {fqn!r} has several uses, whose gradients the captured step adds in {computed}; "
+                    f"those that are the first to wait FSDP2 of this torch adds in {first}. Run the first microbatch "
+                    f"of each step eagerly, or reduce in {computed}"
+                )
         self._check_dtypes(self.cuts, dict(waiting.pending))
         return self.cuts
 
