@@ -163,7 +163,7 @@ def test_groups_of_matrices_of_each_dtype(dtype: torch.dtype) -> None:
                 result = torch.ops.aten._grouped_mm.default(*fakes)
             assert (result.dtype, result.stride()) == (expected.dtype, expected.stride())
             is_taken = dtype == torch.bfloat16 or IS_2_15
-            with nullcontext() if is_taken else pytest.raises(RuntimeError, match="BF16"):
+            with nullcontext() if is_taken else pytest.raises(RuntimeError, match=r"BF16|Float16"):
                 torch.ops.aten._grouped_mm.default(*fakes)
 
 
@@ -182,9 +182,10 @@ def test_what_an_operator_writes_keeps_its_sizes() -> None:
     result = fake_mode.fake_call(mode, aten.unsqueeze_.default, (row, 0), {})
     assert (result.shape, row.shape) == ((1, 1, 8), (1, 8))
     assert result.untyped_storage()._cdata == row.untyped_storage()._cdata
-    # From 2.15 on torch's fake refuses it, as the kernel does.
+    # From 2.14 on torch's fake refuses it, as the kernel does.
     resized = pytest.warns(UserWarning, match="was resized")
-    with pytest.raises(RuntimeError, match="broadcast") if IS_2_15 else resized:
+    is_resized = torch.__version__.startswith("2.13.")
+    with resized if is_resized else pytest.raises(RuntimeError, match="broadcast"):
         fake_mode.fake_call(mode, aten.eq_.Tensor, (row, whole), {})
     assert row.shape == (1, 8)
 
