@@ -72,4 +72,5 @@ def test_a_kernel_that_looks_at_no_strides_gets_a_copy(monkeypatch: pytest.Monke
     eager = bias_gradient(module, "eager")
     assert torch.equal(bias_gradient(module, "graphpasses"), eager)
     monkeypatch.setattr("graphpasses.capture.traced_strides._differ_by_rounding", lambda results, others: True)
-    assert not torch.equal(bias_gradient(module, "graphpasses"), eager)
+    is_copied = not torch.__version__.startswith("2.15.")  # whose kernel adds a copy as it adds the gradient itself
+    assert torch.equal(bias_gradient(module, "graphpasses"), eager) != is_copied
