@@ -197,8 +197,12 @@ def _view(
 
 
 def _norm(mode: FakeTensorMode, operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Normalises by torch's decomposition, but groups of one dtype, whose fake has the kernel's strides."""
-    if operator is aten.native_group_norm.default and not _is_mixed(args):
+    """Normalises by torch's decomposition, but groups of one dtype, whose fake has the kernel's strides.
+
+    That of torch 2.14 loses channels last.
+    """
+    is_groups = operator is aten.native_group_norm.default
+    if is_groups and not _is_mixed(args) and not torch.__version__.startswith("2.14."):
         return NotImplemented
     with mode:
         return decomposition_table[operator](*args, **kwargs)

@@ -106,7 +106,9 @@ def test_statistics_have_the_dtype_of_kernels(norm: Any, shape: tuple[int, ...],
             found.append([(each.dtype, each.stride()) for each in norm(*fakes)])
     kernels = [(each.dtype, each.stride()) for each in norm(x, *args)]
     assert found[1] == kernels
-    assert (found[0] == kernels) == (not affine and norm is not aten.native_batch_norm.default)
+    # The fake of torch 2.14 loses channels last where it normalises groups.
+    is_lost = norm is aten.native_group_norm.default and shape[1] == 2 and torch.__version__.startswith("2.14.")
+    assert (found[0] == kernels) == (not affine and norm is not aten.native_batch_norm.default and not is_lost)
 
 
 LATER = {aten.native_layer_norm_backward.default: (2, 3, 1)}
