@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import fx
 
-from graphpasses._torch.pytree import tree_leaves
-from graphpasses.analysis.effects import has_gradient
+from graphpasses.analysis.effects import has_gradient, nodes_in
 from graphpasses.errors import FidelityError
 from graphpasses.graph import DynamoGraph
-from graphpasses.graph.nodes import attribute, source_line
+from graphpasses.graph.nodes import argument, attribute, source_line
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 # Who has one gradient for all uses in a called function, who has not, and what to write instead.
@@ -33,7 +33,8 @@ def check_added_one_by_one(graph: DynamoGraph) -> None:
     Raises:
         FidelityError: there is one, as reentrant checkpointing is; the message names its line.
     """
-    _check(graph.graph, {node: _Input(item.fqn) for node, item in zip(graph.placeholders, graph.inputs, strict=True)})
+    inputs = {node: _Input(item.fqn) for node, item in zip(graph.placeholders, graph.inputs, strict=True)}
+    _check(graph.graph, inputs, functools.cache(num_uses))
 
 
 class _Input(NamedTuple):
@@ -43,15 +44,15 @@ class _Input(NamedTuple):
     num_uses: int = 0
 
 
-def _check(graph: fx.Graph, inputs: Mapping[fx.Node, _Input]) -> None:
+def _check(graph: fx.Graph, inputs: Mapping[fx.Node, _Input], count: Callable[[fx.Node], int]) -> None:
     for call in graph.nodes:
         if call.target not in _CALLED:
             continue
         is_apart = call.target is not _CHECKPOINT or call.kwargs.get("use_reentrant") in (None, True)
         passed: dict[fx.Node, _Input] = {}
         for inner, operand in _passed(call):
-            inside, (name, outside) = num_uses(inner), inputs.get(operand, _Input(operand.name))
-            passed[inner] = _Input(name, outside + num_uses(operand) - inside)
+            inside, (name, outside) = count(inner), inputs.get(operand, _Input(operand.name))
+            passed[inner] = _Input(name, outside + count(operand) - inside)
             # Reentrant, a leaf's gradient is there before those of its other uses are added.
             is_first = inside > 1 or (inside and call.target is _CHECKPOINT and inner.meta["val"].is_leaf)
             if is_apart and is_first and passed[inner].num_uses and has_gradient(inner):
@@ -61,24 +62,23 @@ def _check(graph: fx.Graph, inputs: Mapping[fx.Node, _Input]) -> None:
                     f"{whose} has one gradient for all uses in the function, and {other} adds the gradients of all "
                     f"uses one by one. {advice}"
                 )
-        for called in _called(call):
-            _check(called.graph, passed)
+        _check(_called(call), passed, count)
 
 
 def _num_uses_in(call: fx.Node, value: fx.Node) -> int:
     if call.target in _CALLED:
         return sum(num_uses(inner) for inner, operand in _passed(call) if operand is value)
-    return sum(leaf is value for leaf in tree_leaves((call.args, call.kwargs)))
+    return nodes_in((call.args, call.kwargs)).count(value)
 
 
-def _called(call: fx.Node) -> list[fx.GraphModule]:
-    return [attribute(node) for node in call.all_input_nodes if node.op == "get_attr"][:1]
+def _called(call: fx.Node) -> fx.Graph:
+    module: fx.GraphModule = attribute(argument(call))
+    return module.graph
 
 
 def _passed(call: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Yields the placeholders of the graph that is called, each with the value that stands for it."""
-    for called in _called(call):
-        placeholders = called.graph.find_nodes(op="placeholder")
-        operands = call.args[len(call.args) - len(placeholders) :]
-        both = zip(placeholders, operands, strict=True)
-        yield from ((inner, each) for inner, each in both if isinstance(each, fx.Node))
+    placeholders = _called(call).find_nodes(op="placeholder")
+    operands = call.args[len(call.args) - len(placeholders) :]
+    both = zip(placeholders, operands, strict=True)
+    yield from ((inner, each) for inner, each in both if isinstance(each, fx.Node))
