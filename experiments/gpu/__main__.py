@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.gpu import hashes, lookups, models, ranks, steps, tree
+from experiments.gpu import hashes, lookups, models, ranks, recommender, steps, tree
 from experiments.gpu.result import Check, Result, SkippedError
 from experiments.harness.versions import installed_versions
 from graphpasses.errors import UnsupportedError
@@ -31,6 +31,7 @@ CHECKS = (
     Check("hashes", hashes.hashes),
     Check("canonical reductions' additions", tree.additions_in_tree),
     Check("26 tables, fused", lookups.fused_lookups),
+    Check("DLRM of TorchRec, compiled", recommender.recommender),
     Check("cost of a certificate", steps.certificate_cost),
     Check("cost of locate", steps.locate_cost),
 )
@@ -93,7 +94,8 @@ def _in_process(index: int, device: str, num_steps: int, timeout: float) -> Resu
         done = subprocess.run(
             [*command, "--steps", str(num_steps)],
             cwd=root,
-            env={**os.environ, "PYTHONPATH": paths},
+            # The setting with which cuBLAS is deterministic.
+            env={"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ, "PYTHONPATH": paths},
             stdout=subprocess.PIPE,
             text=True,
             timeout=timeout,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import _refs
+from torch import _meta_registrations, _refs
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 aten = torch.ops.aten
@@ -43,6 +43,14 @@ def _ctc_loss_backward(mode: FakeTensorMode, _: Any, gradient: torch.Tensor, sco
         return torch.empty_like(scores, memory_format=torch.contiguous_format)
 
 
+def _efficient_attention(mode: FakeTensorMode, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns seed and offset on the CPU, where the kernel leaves them unless a CUDA graph is recorded."""
+    meta = getattr(_meta_registrations, f"meta_{operator._schema.name.removeprefix('aten::')}")
+    with mode:
+        output, logsumexp, _, _, *sizes = meta(*args, **kwargs)
+        return output, logsumexp, *(torch.empty((), dtype=torch.long) for _ in range(2)), *sizes
+
+
 # Fake results of operators, for which torch has none, or others than the kernels give.
 FAKE_RESULTS: dict[Any, Any] = {
     aten.constant_pad_nd.default: _constant_pad_nd,
@@ -52,4 +60,6 @@ FAKE_RESULTS: dict[Any, Any] = {
     aten._ctc_loss.Tensor: _ctc_loss,
     aten._ctc_loss_backward.default: _ctc_loss_backward,
     aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
+    aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
+    aten._efficient_attention_forward.default: _efficient_attention,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,6 +31,8 @@ from graphpasses._torch.schemas import written_names
 
 _GROUP_NAMES = ("group_name", "group")
 _UNINITIALISED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
+# Results of attention that its kernels write only where they drop something.
+_OF_DROPOUT = ("philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask")
 _TO_PYTHON = torch.ops.aten._local_scalar_dense.default  # a program may branch by what it says
 _FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
 # What a call is that neither a module, nor autograd's engine, nor an optimizer makes, by what was called before.
@@ -140,11 +142,9 @@ class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
         return None if index is None else self._nodes_of[module][index]
 
     def _outputs(self, func: Any, given: list[tuple[str, Any]], results: Any) -> tuple[Value, ...]:
-        name = func._schema.name.split("::")[1]
         flat = list(tensors(results))
-        if name in _UNINITIALISED:
-            for each in flat:
-                self._unwritten[memory_of(each)] = StorageWeakRef(each.untyped_storage())  # type: ignore[no-untyped-call]
+        if func._schema.name.split("::")[1] in _UNINITIALISED:
+            self._leave_unwritten(flat)
             return ()
         if func.namespace in _FUNCTIONAL:
             flat = [torch.ops._c10d_functional.wait_tensor.default(each) for each in flat]
@@ -157,10 +157,17 @@ class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
         seen = {id(each) for each in flat}
         for each in (*flat, *(tensor for _, tensor in written)):
             self._unwritten.pop(memory_of(each), None)
+        if not dict(given).get("dropout_p"):
+            named = zip(func._schema.returns, results if isinstance(results, tuple) else (), strict=False)
+            self._leave_unwritten(each for kind, each in named if kind.name in _OF_DROPOUT)
         return (
             *(self.see(f"result {index}", each) for index, each in enumerate(flat)),
             *(self.see(f"written {name}", each) for name, each in written if id(each) not in seen),
         )
+
+    def _leave_unwritten(self, made: Iterable[Tensor]) -> None:
+        for each in made:
+            self._unwritten[memory_of(each)] = StorageWeakRef(each.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _copied(value: Any) -> Any:

@@ -50,7 +50,8 @@ def is_freed(tensor: Tensor) -> bool:
 def is_movable(tensor: Tensor) -> bool:
     """Returns whether a tensor's memory is its storage's alone, and not NumPy's, a file's or other processes'."""
     storage = tensor.untyped_storage()
-    return storage.resizable() and not storage.is_shared()
+    # torch calls all of CUDA's shared; what another process shares cannot be resized.
+    return storage.resizable() and (tensor.is_cuda or not storage.is_shared())
 
 
 def without_functorch(value: Any) -> Any:
@@ -66,6 +67,8 @@ def move_storage(tensor: Tensor, place: Tensor, moved: Callable[[Tensor], None])
     ``place`` has as many bytes: 1-D, contiguous, without gradient, on the same device. ``moved`` gets each piece of
     the old memory, as bytes, when nothing reads it any more.
     """
+    if place.is_cuda:
+        torch.cuda.synchronize(place.device)
     # In a thread, which no signal reaches: an interrupted move would leave a part of the table in each place.
     with ThreadPoolExecutor(1) as thread:
         thread.submit(_move, tensor.untyped_storage(), place, moved).result()
@@ -78,6 +81,8 @@ def _move(storage: torch.UntypedStorage, place: Tensor, moved: Callable[[Tensor]
     for old_piece, new_piece in zip(torch.split(old, _PIECE), torch.split(new, _PIECE), strict=True):
         new_piece.copy_(old_piece)
         moved(old_piece)
+    if place.is_cuda:  # whichever streams read and write it
+        torch.cuda.synchronize(place.device)
     storage._swap_data_ptr_(target)  # type: ignore[attr-defined]
 
 

@@ -60,7 +60,8 @@ class Arena:
     def of(cls, tensors: Sequence[Tensor], names: Sequence[str]) -> Arena:
         """Returns the arena that holds ``tensors``; moves them into a new one unless they lie in one.
 
-        They do not overlap. On the CPU old memory is freed piece by piece while it moves, so that nothing lies twice.
+        They do not overlap. On the CPU old memory is freed piece by piece while it moves, so that nothing lies twice;
+        on a GPU all lies twice until it has moved.
         """
         arenas = {id(flat): flat for flat in map(cls.containing, tensors)}
         if len(arenas) == 1:
@@ -88,7 +89,14 @@ class Arena:
         step = _ALIGNMENT // itemsize
         starts = list(accumulate((-(-size // step) * step for size in sizes), initial=0))
         # Nothing is touched before a table is copied to it, so it costs no memory yet.
-        flat = torch.empty(starts[-1], dtype=tensors[0].dtype, device=tensors[0].device)
+        device = tensors[0].device
+        try:
+            flat = torch.empty(starts[-1], dtype=tensors[0].dtype, device=device)
+        except torch.OutOfMemoryError as error:
+            raise ArenaError(
+                f"{', '.join(names)} move into one memory, for which {device} lacks {starts[-1] * itemsize:,} bytes "
+                "(old ones are free when all have moved); compile first, or disable the pass 'fuse-tbe'"
+            ) from error
         _CONTAINING[flat] = (None, 0)
         prefer_huge_pages(flat)
         for tensor, start, size in zip(tensors, starts, sizes, strict=False):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from graphpasses.embedding.fused_update import FusedUpdate
-from graphpasses.fbgemm.lookups import HOST, INFO_B, MIXED_D, LookupCall, TableLayout
+from graphpasses.fbgemm.lookups import INFO_B, LOCATIONS, MIXED_D, LookupCall, TableLayout
 from graphpasses.fbgemm.names import fused_lookup
 from graphpasses.graph import DynamoGraph
 from graphpasses.ops.autograd_functions import count_steps
@@ -29,13 +29,20 @@ def emit_lookup_like(
     name: str,
 ) -> fx.Node:
     """Emits a lookup with the settings of ``call``, of other tables and bags; returns [B, total_D] or [N, D]."""
+    arguments = arguments_like(call, layout, states, lambda value, key: graph.add_input(value, f"{name}.{key}"))
+    assert callable(call.node.target)
+    return graph.emit(call.node.target, (), {**arguments, **bags}, like=call.node)
+
+
+def arguments_like(
+    call: LookupCall, layout: TableLayout, states: Sequence[Any], add: Callable[[Tensor, str], Any]
+) -> dict[str, Any]:
+    """Returns the arguments of a lookup with the settings of ``call`` and other tables; ``add`` gets new tensors."""
     aux_int, aux_bool = [list(call.arguments[key]) for key in ("aux_int", "aux_bool")]
     aux_int[INFO_B] = layout.info_b()
     aux_bool[MIXED_D] = len(set(layout.dims)) > 1
-    tables = table_arguments(graph, layout, states, name)
-    arguments = {**call.arguments, **tables, **bags, "aux_int": aux_int, "aux_bool": aux_bool}
-    assert callable(call.node.target)
-    return graph.emit(call.node.target, (), arguments, like=call.node)
+    tables = _table_arguments(layout, states, add, call.device, call.arguments)
+    return {**call.arguments, **tables, "aux_int": aux_int, "aux_bool": aux_bool}
 
 
 def emit_lookup(
@@ -61,7 +68,7 @@ def emit_lookup(
     # The lists as FBGEMM 1.8.0's `lookup_sgd.py` and its siblings fill them.
     arguments = {
         "placeholder_autograd_tensor": trigger,
-        **table_arguments(graph, layout, states, name),
+        **_table_arguments(layout, states, lambda value, key: graph.add_input(value, f"{name}.{key}")),
         **bags,
         "feature_requires_grad": None,
         "output_dtype": _FP32,
@@ -75,26 +82,35 @@ def emit_lookup(
     return graph.emit(fused_lookup(update.form.name), (), arguments, like=like)
 
 
-def table_arguments(graph: DynamoGraph, layout: TableLayout, states: Sequence[fx.Node], name: str) -> dict[str, Any]:
-    """Returns the arguments that tell a lookup of its tables and optimizer states; tensors become inputs.
+def _table_arguments(
+    layout: TableLayout,
+    states: Sequence[Any],
+    add: Callable[[Tensor, str], Any],
+    device: torch.device | None = None,
+    like: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Returns the arguments that tell a lookup of its tables and optimizer states; ``add`` gets their tensors.
 
-    ``states`` are the flat tensor of the tables, then that of the optimizer's states, if it has one.
+    ``states`` are the flat tensor of the tables, then that of the optimizer's states, if it has one. ``like`` are
+    arguments of a lookup on the same device, for what a GPU's lookups have beside them.
     """
+    device = device or torch.device("cpu")
 
-    def add(values: Sequence[int], argument: str) -> fx.Node:
-        return graph.add_input(torch.tensor(values), f"{name}.{argument}")
+    def added(values: Sequence[int], key: str, dtype: torch.dtype = torch.int64) -> Any:
+        return add(torch.tensor(values, dtype=dtype, device=device), key)
 
     arguments = {
-        "D_offsets": graph.add_input(layout.d_offsets(), f"{name}.D_offsets"),
+        "D_offsets": add(layout.d_offsets().to(device), "D_offsets"),
         "total_D": sum(layout.dims),
         "max_D": max(layout.dims),
-        "hash_size_cumsum": add([*layout.first_rows, layout.num_rows], "hash_size_cumsum"),
+        "hash_size_cumsum": added([*layout.first_rows, layout.num_rows], "hash_size_cumsum"),
         "total_hash_size_bits": int(math.log2(layout.num_rows) + 1),
     }
-    placements = torch.full((len(layout.dims),), HOST, dtype=torch.int32)
-    placed = graph.add_input(placements, f"{name}.placements")
+    placements = added([LOCATIONS[device.type]] * len(layout.dims), "placements", torch.int32)
     offsets = {"weights": layout.weights_offsets, "momentum1": layout.momentum1_offsets}
-    return arguments | {
-        key: [state, placed, add(values, f"{key}_offsets")]
-        for state, (key, values) in zip(states, offsets.items(), strict=False)
-    }
+    for state, (key, values) in zip(states, offsets.items(), strict=False):
+        _, *others = like[key] if like else [None] * 3
+        first = len(others) > 2  # behind UVM's
+        others[first : first + 2] = placements, added(values, f"{key}_offsets")
+        arguments[key] = [state, *others]
+    return arguments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -14,8 +15,8 @@ from graphpasses._torch.schemas import named_arguments
 from graphpasses.fbgemm.names import FUSED_OPTIMIZERS
 from graphpasses.graph import DynamoGraph
 
-# FBGEMM's `EmbeddingLocation.HOST` and `PoolingMode.NONE`.
-HOST = 3
+# FBGEMM's `EmbeddingLocation`, by the device of the tables, and `PoolingMode.NONE`.
+LOCATIONS = {"cpu": 3, "cuda": 0}
 _NO_POOLING = 2
 
 # What FBGEMM 1.8.0's `lookup_sgd.py` and its siblings put where in the op's lists.
@@ -68,6 +69,12 @@ def _shifted(parts: Sequence[Sequence[int]], starts: Sequence[int]) -> tuple[int
     return tuple(value + start for values, start in zip(parts, starts, strict=False) for value in values)
 
 
+def placed(tables: Sequence[Any]) -> Sequence[Any]:
+    """Returns placements and offsets of one of the op's lists: of tables on a CPU, or on a GPU, behind UVM's."""
+    first = 1 if len(tables) == 3 else 2
+    return tables[first : first + 2]
+
+
 @dataclass(frozen=True)
 class LookupCall:
     """One call in a ``DYNAMO`` graph of ``split_embedding_codegen_lookup_<optimizer>_function_pt2``."""
@@ -89,7 +96,7 @@ class LookupCall:
             if (optimizer := FUSED_OPTIMIZERS.get(str(node.target).removesuffix(".default"))) is not None:
                 arguments = named_arguments(node)
                 weights = arguments["weights"][0]
-                module = fqns.get(weights, weights.name).removesuffix(".weights_host")
+                module = re.sub(r"\.weights_(host|dev)$", "", fqns.get(weights, weights.name))
                 own = {other: live[other] for other in node.all_input_nodes if other in live}
                 calls.append(cls(node, module, optimizer, arguments, own))
         return calls
@@ -103,6 +110,11 @@ class LookupCall:
     def states(self) -> tuple[fx.Node, ...]:
         """What the backward writes: the tables' flat tensor, then that of the optimizer's states, if it has one."""
         return tuple(self.arguments[name][0] for name in ("weights", "momentum1") if name in self.arguments)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tables lie."""
+        return self.state_tensors[0].device
 
     @property
     def num_features(self) -> int:
@@ -121,8 +133,8 @@ class LookupCall:
         constants += [arguments["hash_size_cumsum"], arguments["learning_rate_tensor"]]
         if any(node not in self.inputs for node in constants):
             return "its tables are not inputs of the graph"
-        if self.state_tensors[0].device.type != "cpu":
-            return "its tables are not on the CPU"
+        if self.device.type not in LOCATIONS:
+            return f"its tables are on {self.device.type}"
         if arguments["max_B"] != -1 or arguments["vbe_output"] is not None:
             return "its features have batch sizes of their own"
         lists = [value for name in _SETTINGS for value in arguments.get(name, ())]
@@ -133,8 +145,8 @@ class LookupCall:
             return "it uses FBGEMM's feature_requires_grad, a cache, or statistics"
         if arguments["aux_bool"][_GLOBAL_WEIGHT_DECAY]:
             return "its optimizer decays all rows, looked up or not"
-        if self.inputs[arguments["weights"][1]].ne(HOST).any():
-            return "its tables lie in several memories"
+        if self.inputs[placed(arguments["weights"])[0]].ne(LOCATIONS[self.device.type]).any():
+            return "its tables lie in several memories, or in a cache"
         if self.inputs[arguments["hash_size_cumsum"]].diff()[-1] == 0:
             return "its last table has no rows"
         return None
@@ -154,13 +166,16 @@ class LookupCall:
         def numbers(node: fx.Node) -> tuple[int, ...]:
             return tuple(self.inputs[node].tolist())
 
+        def offsets(key: str) -> tuple[int, ...]:
+            return numbers(placed(self.arguments[key])[1]) if key in self.arguments else ()
+
         *first_rows, num_rows = numbers(self.arguments["hash_size_cumsum"])
         return TableLayout(
             dims=tuple(end - start for start, end in pairwise(numbers(self.arguments["D_offsets"]))),
             first_rows=tuple(first_rows),
             num_rows=num_rows,
-            weights_offsets=numbers(self.arguments["weights"][2]),
-            momentum1_offsets=numbers(self.arguments["momentum1"][2]) if "momentum1" in self.arguments else (),
+            weights_offsets=offsets("weights"),
+            momentum1_offsets=offsets("momentum1"),
         )
 
     def settings(self) -> tuple[object, ...]:
@@ -175,7 +190,8 @@ class LookupCall:
             arguments["pooling_mode"],
             arguments["output_dtype"],
             arguments["indice_weights"] is not None,
-            None if self.is_pooled else arguments["max_D"],
+            # CUDA's kernels are chosen by it, and how they add.
+            None if self.is_pooled and self.device.type == "cpu" else arguments["max_D"],
             self.inputs[arguments["learning_rate_tensor"]].item(),
             *map(tuple, lists),
         )

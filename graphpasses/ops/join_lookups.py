@@ -44,6 +44,12 @@ def join_bags(
         for row, part, size in zip(rows, parts, batch_sizes, strict=True):
             row[:, :size] = part.view(-1, size) if size else 0
     joined = torch.cat(list(ids)).long()
+    if joined.is_cuda:  # nothing waits for the device
+        modules = ", ".join(names)
+        torch.ops.aten._assert_async.msg(
+            lengths.sum() == joined.numel(), f"offsets of {modules} leave ids out of all bags"
+        )
+        return joined, lengths
     if int(lengths.sum()) != joined.numel():
         wrong = next(
             name

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
+from graphpasses._torch.fake_mode import strides_of_kernels
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import CaptureError
 from graphpasses.identity import same_bits
@@ -50,3 +52,22 @@ def test_ctc_with_lengths_that_are_numbers() -> None:
     model, batch = nn.Linear(4, 6), (torch.randn(7, 3, 4), torch.randint(1, 6, (3, 3)))
     with pytest.raises(CaptureError, match="as ctc_loss does where lengths are numbers: give it tensors"):
         capture_train_step(lambda model, *batch: loss_fn(model, *batch, (7, 7, 7), (3, 2, 1)), model, *batch)
+
+
+def attention(q: Tensor, dropout_p: float) -> list[tuple[str, torch.dtype, torch.Size, tuple[int, ...]]]:
+    results = torch.ops.aten._scaled_dot_product_efficient_attention.default(q, q, q, None, True, dropout_p)
+    return [(each.device.type, each.dtype, each.shape, each.stride()) for each in results]
+
+
+def test_seeds_of_attention_lie_on_the_cpu() -> None:
+    with strides_of_kernels(), FakeTensorMode():
+        results = attention(torch.empty(2, 4, 5, 8, device="cuda"), 0.1)
+    assert [device for device, *_ in results] == ["cuda", "cuda", "cpu", "cpu"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_fake_attention_is_as_the_kernel(dropout_p: float) -> None:
+    with strides_of_kernels(), FakeTensorMode():
+        fake = attention(torch.empty(2, 4, 5, 8, device="cuda"), dropout_p)
+    assert fake == attention(torch.randn(2, 4, 5, 8, device="cuda"), dropout_p)

@@ -172,3 +172,23 @@ def test_no_table_lies_twice() -> None:
     Arena.of(tables, ["large", "small"])
     assert peak() - before < 80  # MiB: a piece, and what importing takes
     assert all(table.eq(1).all() for table in tables)
+
+
+def test_memory_that_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def empty(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    a, b = table(2, 1.0), table(2, 2.0)
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(ArenaError, match=r"^users, items move into one memory, for which cpu lacks [\d,]+ bytes"):
+        Arena.of([a, b], ["users", "items"])
+
+
+@pytest.mark.gpu
+def test_tables_move_on_a_gpu() -> None:
+    a, b = torch.ones(300, device="cuda"), torch.full((5,), 2.0, device="cuda")
+    alias = a[3:]
+    arena = Arena.of([a, b], ["users", "items"])
+    assert [each.data_ptr() - arena.flat.data_ptr() for each in (a, alias)] == [0, 12]
+    arena.flat.fill_(3)
+    assert all(each.eq(3).all() for each in (a, b, alias))

@@ -97,6 +97,23 @@ def test_no_operator_of_eager_is_missed_in_a_rewritten_graph(make: Any, policy: 
         assert wrong == ("aten.relu.default", "layers.1")
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_seeds_of_attention_count_where_it_drops_something(dropout_p: float) -> None:
+    with torch.library._scoped_library("attention_of_test", "FRAGMENT") as library:
+        library.define("attend(Tensor x, float dropout_p=0.) -> (Tensor output, Tensor philox_seed)")
+        seeds = iter((1, 2))  # what memory holds that no kernel wrote
+        library.impl("attend", lambda x, dropout_p=0.0: (x * 2, torch.tensor(next(seeds))), "CPU")
+        x, steps = torch.ones(2), []
+        for _ in range(2):
+            calls: list[Operator] = []
+            with operators_recorded(nn.Module(), calls.append):
+                torch.ops.attention_of_test.attend(x, dropout_p)
+            steps.append(OperatorStep(0, 0, (), calls, ()))
+    seeds_of = [[each.outputs[1].digest for each in step.operators if "attend" in each.operator] for step in steps]
+    assert (seeds_of == [[None], [None]]) == (dropout_p == 0)
+    assert (first_difference(*steps) is None) == (dropout_p == 0)
+
+
 def test_one_rank_differs() -> None:
     """Rank 1's graph alone is wrong: every rank is told of rank 1's operator."""
 

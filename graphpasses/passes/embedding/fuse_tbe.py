@@ -21,6 +21,7 @@ from graphpasses.analysis.levels import call_levels, independent_groups, sort_by
 from graphpasses.embedding.arena import Arena
 from graphpasses.embedding.emit_lookup import emit_lookup_like
 from graphpasses.embedding.join_cost import BatchOfBags, padding_cost, plan_joins
+from graphpasses.embedding.joined_bits import find_difference
 from graphpasses.fbgemm.lookups import LookupCall, TableLayout
 from graphpasses.fbgemm.names import complete_cumsum
 from graphpasses.graph import DynamoGraph, Stage, TrainGraph
@@ -31,6 +32,7 @@ aten = torch.ops.aten
 
 # What a lookup reads of the batch.
 _BAGS = ("indices", "offsets", "indice_weights")
+_PLACES = {"cpu": "host", "cuda": "dev"}  # FBGEMM's, in the names of tensors
 
 # Of each lookup, by the FQN of its module, the number of samples; None if nothing is known of them.
 _Sizes = Mapping[str, int | None]
@@ -81,6 +83,9 @@ def _plan(graph: DynamoGraph) -> tuple[list[tuple[LookupCall, ...]], tuple[fx.No
     rewritten = []
     for group in groups:
         number = tables[id(_arena(group[0]))]
+        if len(group) > 1 and group[0].device.type != "cpu" and (difference := find_difference(group)):
+            graph.note(f"{_name(group)} stay apart: {difference}")
+            continue
         # Lookups in one arena write one tensor, those that are alone, too, so that their writes stay in order.
         if len(group) > 1 or number > 1:
             rewritten.append(group)
@@ -151,7 +156,7 @@ def _fuse(graph: DynamoGraph, calls: Sequence[LookupCall]) -> None:
     states, starts = [], []
     tensors_by_state = zip(*(call.state_tensors for call in calls), strict=True)
     for key, tensors in zip(("weights", "momentum1"), tensors_by_state, strict=False):
-        arena = Arena.of(tensors, [f"{module}.{key}_host" for module in modules])
+        arena = Arena.of(tensors, [f"{module}.{key}_{_PLACES[first.device.type]}" for module in modules])
         states.append(graph.add_input(arena.flat, f"{name}.{key}"))
         starts.append(arena.offsets)
         arena.check_inputs(graph, [call.arguments[key][0] for call in calls])
@@ -262,6 +267,9 @@ class FuseTBE(GraphPass):
     every tensor that aliases them follows. Each call checks that they still lie there. Dynamo compiles again for
     other tables, those of another instance of the model or ones that were put in their place; and where the
     learning rates of fused lookups become different. A rank may do so alone.
+
+    On a GPU, lookups of one largest dimension are joined, and only if its kernels give one call the bits of several:
+    small tables are looked up and updated both ways when the model is compiled.
 
     A table that the model looks up twice is left alone: its optimizer would see one gradient where it sees two.
     Collectives keep their order, so where TorchRec shards several modules ``hoist-input-dists`` comes before.
