@@ -5,7 +5,7 @@ from __future__ import annotations
 from experiments.attack.case import Case
 from graphpasses._torch.tested_versions import RELEASE
 
-_DETACH = "aten.alias.default" if RELEASE >= (2, 15) else "aten.detach.default"  # as which a detach is traced
+_DETACH = "aten.alias.default" if RELEASE > (2, 13) else "aten.detach.default"  # as which a detach is traced
 _END = "return self.u.square().sum()"
 _PACKED = "view(slice.Tensor(cat([zeros([3], dtype=dtype), view(x, [-1])]), 0, 3, 3 + numel(x)), shape)"
 
