@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from experiments.attack.case import Case
+from graphpasses._torch.tested_versions import RELEASE
 
+_DETACH = "aten.alias.default" if RELEASE > (2, 13) else "aten.detach.default"  # as which a detach is traced
 _END = "return self.u.square().sum()"
 _PACKED = "view(slice.Tensor(cat([zeros([3], dtype=dtype), view(x, [-1])]), 0, 3, 3 + numel(x)), shape)"
 
@@ -107,7 +109,7 @@ CORPUS = (
             "self.k0[:64].copy_(a0.reshape(-1))",
             _END,
         ),
-        ("identity: aten.detach.default: flip(flip(x, [0]), [0])",),
+        (f"identity: {_DETACH}: flip(flip(x, [0]), [0])",),
     ),
     # Numbers that an update draws.
     Case((_END,), ("update: draws, numbers are drawn before aten.mul_.Tensor",), optimizer=True),
@@ -152,12 +154,12 @@ CORPUS = (
     ),
     Case(
         ("a0 = x.narrow(1, 1, 2)", "a1 = a0.cumsum(0)", "self.b.add_(a1.detach().reshape(-1)[:16])", _END),
-        ("spelling: defaults of aten.detach.default",),
+        (f"spelling: defaults of {_DETACH}",),
         rows=True,
     ),
     Case(
         ("a0 = x.narrow(1, 1, 2)", "a1 = a0.cumsum(0)", "self.k1[:16].copy_(a0.detach().reshape(-1))", _END),
-        ("common calls: aten.detach.default has a aten.slice.Tensor",),
+        (f"common calls: {_DETACH} has a aten.slice.Tensor",),
         rows=True,
     ),
 )

@@ -20,6 +20,7 @@ import graphpasses as gp
 from experiments.fsdp_bench.steps import loss_fn, transformer
 from experiments.gpu.result import SkippedError
 from experiments.harness.bench import time_rounds
+from graphpasses._torch.tested_versions import RELEASE
 from graphpasses.parity.reference import locate_step
 
 __all__ = ["certificate_cost", "cuda_graphs", "inductor", "locate_cost", "parity", "parity_with_optimizer"]
@@ -167,7 +168,7 @@ def parity(device: str, num_steps: int) -> Found:
 
 def parity_with_optimizer(device: str, num_steps: int) -> Found:
     """The same with AdamW and clipping inside of the step: weights, and time."""
-    if torch.__version__ < (2, 13):
+    if RELEASE < (2, 13):
         raise SkippedError("an optimizer's step is traced with torch 2.13: DTensor before it takes no symbolic rates")
     with world(device):
         data, hashes, seconds = batches(device, num_steps), {}, {}

@@ -17,12 +17,13 @@ from experiments.graph_trainer_configs.upstream import Configuration, configurat
 from experiments.graph_trainer_parity.ranks import stores
 from experiments.harness.outcome import Outcome, Outcomes
 from experiments.harness.select import Only, select
+from graphpasses._torch.tested_versions import RELEASE
 from graphpasses.commands.train_torchtitan_on_cpu import make_assets, use_cpu
 from graphpasses.errors import CompareError, RunFileError
 from graphpasses.parity import compare_runs, read_run
 from graphpasses.parity.launch import RankError, run_ranks
 
-USUAL_TORCH = "2.13."  # whose outcomes do not name it
+USUAL_TORCH = (2, 13)  # whose outcomes do not name it
 PRELOAD = ("experiments.graph_trainer_configs.preload",)
 
 
@@ -59,7 +60,7 @@ def main(
         if before is not None and not (again and before.kind != "bits"):
             continue
         outcome = _try(each, steps, timeout)
-        if not torch.__version__.startswith(USUAL_TORCH):
+        if RELEASE != USUAL_TORCH:
             parts = f"torch {torch.__version__.split('+')[0]}", outcome.detail
             outcome = replace(outcome, detail=": ".join(filter(None, parts)))
         outcomes.add(each.name, outcome)

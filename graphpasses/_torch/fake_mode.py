@@ -26,6 +26,7 @@ from torch.utils._mode_utils import no_dispatch
 from graphpasses._torch import pytree
 from graphpasses._torch.fake_kernels import FAKE_RESULTS
 from graphpasses._torch.schemas import writes_arguments
+from graphpasses._torch.tested_versions import RELEASE
 from graphpasses.gc_pause import objects_made_in_pause
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
@@ -202,7 +203,7 @@ def _norm(mode: FakeTensorMode, operator: Any, *args: Any, **kwargs: Any) -> Any
     That of torch 2.14 loses channels last.
     """
     is_groups = operator is aten.native_group_norm.default
-    if is_groups and not _is_mixed(args) and not torch.__version__.startswith("2.14."):
+    if is_groups and not _is_mixed(args) and RELEASE != (2, 14):
         return NotImplemented
     with mode:
         return decomposition_table[operator](*args, **kwargs)

@@ -9,6 +9,9 @@ import torch
 
 from graphpasses.errors import UnsupportedError
 
+RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
+"""The first two numbers of torch's version: what tests, and repairs of one version, ask."""
+
 TESTED = ("2.13", "2.14", "2.15")
 _IN_PART = ("2.11",)  # what experiments/gpu/README.md lists
 

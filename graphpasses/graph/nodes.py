@@ -37,7 +37,7 @@ METADATA_OPS = frozenset(
 """What reads a tensor's shape, not its values: also of what a collective will bring, before it is there."""
 
 SAME_TENSOR_OPS = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})
-"""What gives a tensor another name; where a trace up to torch 2.14 has ``detach``, one of 2.15 has ``alias``."""
+"""What gives a tensor another name; where a trace of torch 2.13 has ``detach``, later ones have ``alias``."""
 
 _COLLECTIVES = (
     torch.ops._c10d_functional.all_gather_into_tensor.default,

@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode, _DispatchCacheKey
 
 from graphpasses._torch import fake_mode
 from graphpasses._torch.fake_mode import strides_of_kernels
+from graphpasses._torch.tested_versions import RELEASE
 
 aten = torch.ops.aten
-IS_2_15 = torch.__version__.startswith("2.15.")
 
 NUMBERS: dict[Any, tuple[Any, ...]] = {
     aten._log_softmax_backward_data.default: (-1, torch.float32),
@@ -107,7 +107,7 @@ def test_statistics_have_the_dtype_of_kernels(norm: Any, shape: tuple[int, ...],
     kernels = [(each.dtype, each.stride()) for each in norm(x, *args)]
     assert found[1] == kernels
     # The fake of torch 2.14 loses channels last where it normalises groups.
-    is_lost = norm is aten.native_group_norm.default and shape[1] == 2 and torch.__version__.startswith("2.14.")
+    is_lost = norm is aten.native_group_norm.default and shape[1] == 2 and RELEASE == (2, 14)
     assert (found[0] == kernels) == (not affine and norm is not aten.native_batch_norm.default and not is_lost)
 
 
@@ -164,7 +164,7 @@ def test_groups_of_matrices_of_each_dtype(dtype: torch.dtype) -> None:
             with strides_of_kernels():
                 result = torch.ops.aten._grouped_mm.default(*fakes)
             assert (result.dtype, result.stride()) == (expected.dtype, expected.stride())
-            is_taken = dtype == torch.bfloat16 or IS_2_15
+            is_taken = dtype == torch.bfloat16 or RELEASE >= (2, 15)
             with nullcontext() if is_taken else pytest.raises(RuntimeError, match=r"BF16|Float16"):
                 torch.ops.aten._grouped_mm.default(*fakes)
 
@@ -186,7 +186,7 @@ def test_what_an_operator_writes_keeps_its_sizes() -> None:
     assert result.untyped_storage()._cdata == row.untyped_storage()._cdata
     # From 2.14 on torch's fake refuses it, as the kernel does.
     resized = pytest.warns(UserWarning, match="was resized")
-    is_resized = torch.__version__.startswith("2.13.")
+    is_resized = RELEASE == (2, 13)
     with resized if is_resized else pytest.raises(RuntimeError, match="broadcast"):
         fake_mode.fake_call(mode, aten.eq_.Tensor, (row, whole), {})
     assert row.shape == (1, 8)

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from graphpasses._torch.tested_versions import RELEASE
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import AgreementError
 from graphpasses.parity.launch import run_ranks
-from tests.helpers.fsdp2_cases import HAS_DTYPES_BY_PARAMETER
 from tests.helpers.microbatches import Accumulation, train
 from tests.helpers.models import next_token_loss
 from tests.helpers.step_cases import CASES, shard_eagerly
@@ -64,7 +64,7 @@ WITH_2_15 = {
 # One step shows it.
 CONTROLS = {
     f"{name}_dropped": replace(TRAININGS[name], drops=True, steps=TRAININGS[name].steps[:1], check_every=None)
-    for name in (("unreduced_dtype",) if HAS_DTYPES_BY_PARAMETER else ("clipped", "hybrid"))
+    for name in (("unreduced_dtype",) if RELEASE >= (2, 15) else ("clipped", "hybrid"))
 }
 REFUSED = {
     # FSDP2 reduces what has waited when the first of two calls of a module has its gradients, and then the rest.
@@ -106,7 +106,7 @@ def found() -> list[dict[str, list[str]]]:
 @pytest.mark.parametrize("name", TRAININGS)
 def test_equals_eager(name: str, found: list[dict[str, list[str]]]) -> None:
     expected, reports = [[]] * TRAININGS[name].case.num_ranks, [each[name] for each in found if name in each]
-    if HAS_DTYPES_BY_PARAMETER and name in WITH_2_15:
+    if RELEASE >= (2, 15) and name in WITH_2_15:
         assert len(reports) == len(expected)
         assert all(re.match(WITH_2_15[name], each[0]) for each in reports)
     else:

@@ -12,13 +12,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import checkpoint
 
 from graphpasses._torch.fake_process_group import fake_process_group
+from graphpasses._torch.tested_versions import RELEASE
 from graphpasses.capture import capture_train_step, simple_fsdp
 from graphpasses.errors import CaptureError, LayoutError, PlanError, UnsupportedError
 from graphpasses.fsdp import BucketPlan
 from graphpasses.fsdp.plan import premultiplied_note
 from graphpasses.graph import CapturedStep
 from graphpasses.passes import default_pipeline
-from tests.helpers.fsdp2_cases import HAS_DTYPES_BY_PARAMETER
 from tests.helpers.models import LanguageModel, make_mesh, next_token_loss, token_batch
 
 
@@ -281,24 +281,24 @@ def test_gradients_of_several_dtypes() -> None:
     with fake_process_group(4):
         capture(is_trained=False)  # the near miss: a parameter without a gradient
         for check in (True, False):
-            kind = UnsupportedError if HAS_DTYPES_BY_PARAMETER else CaptureError
+            kind = UnsupportedError if RELEASE >= (2, 15) else CaptureError
             assert refused(lambda check=check: capture(is_trained=True, check=check), kind) == (
                 "FSDP2 group '(root)' keeps gradients in several dtypes, or in any (grad_dtype): torch.float32 of "
                 "'up.weight', 'up.bias'; torch.bfloat16 of 'gain'. A captured step packs gradients of one dtype. "
                 "Give all parameters of the group one grad_dtype, or shard the module of the others by itself"
-                if HAS_DTYPES_BY_PARAMETER
+                if RELEASE >= (2, 15)
                 else "FSDP2 group '(root)' has gradients of several dtypes, which eager FSDP2 refuses to reduce: "
                 "torch.float32 of 'up.weight', 'up.bias'; torch.bfloat16 of 'gain'. Give all gradients of the group "
                 "one dtype, or shard the module of the others by itself"
             )
-        if HAS_DTYPES_BY_PARAMETER:
+        if RELEASE >= (2, 15):
             return
         eager = fully_shard(_Unfreezes(is_trained=True), mesh=make_mesh())
         with pytest.raises(AssertionError, match="expects uniform gradient dtype"):
             eager(torch.ones(2, 4)).backward()
 
 
-@pytest.mark.skipif(not HAS_DTYPES_BY_PARAMETER, reason="FSDP2 of this torch has no such setting")
+@pytest.mark.skipif(RELEASE < (2, 15), reason="FSDP2 of this torch has no such setting")
 @pytest.mark.parametrize("kept", [None, torch.bfloat16])
 def test_gradients_that_are_kept_otherwise(kept: torch.dtype | None) -> None:
     with fake_process_group(4):
@@ -316,7 +316,7 @@ def test_gradients_that_are_kept_otherwise(kept: torch.dtype | None) -> None:
     )
 
 
-@pytest.mark.skipif(not HAS_DTYPES_BY_PARAMETER, reason="FSDP2 of this torch has no such setting")
+@pytest.mark.skipif(RELEASE < (2, 15), reason="FSDP2 of this torch has no such setting")
 def test_gradients_that_are_reduced_by_hand() -> None:
     with fake_process_group(4):
         model = sharded()

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from graphpasses._torch.tested_versions import RELEASE
 from graphpasses.capture import capture_train_step
 from graphpasses.passes import default_pipeline
-from tests.helpers.fsdp2_cases import HAS_DTYPES_BY_PARAMETER
 from tests.helpers.models import NUM_TOKENS, LanguageModel, Short, make_mesh, next_token_loss, token_batch
 from tests.helpers.step_cases import (
     NUM_RANKS,
@@ -139,7 +139,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, DeviceMesh]
         to_a_smaller_mesh,
         with_zeros_for_unused,
         reduced_as_the_policy_leaves_it,
-        *((dtypes_by_parameter, kept_in_float32) if HAS_DTYPES_BY_PARAMETER else ()),
+        *((dtypes_by_parameter, kept_in_float32) if RELEASE >= (2, 15) else ()),
     )
 } | {"in_turn": (InTurn, per_layer)}
 ON_4_RANKS = ("ignored_parameters", "on_several_dims", "to_a_smaller_mesh")  # else on two

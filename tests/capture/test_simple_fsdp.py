@@ -9,11 +9,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from graphpasses._torch.fake_process_group import fake_process_group
+from graphpasses._torch.tested_versions import RELEASE
 from graphpasses.capture import simple_fsdp
 from graphpasses.errors import UnsupportedError
 from graphpasses.graph.parameters import get_state
 from graphpasses.identity import IdentityMap
-from tests.helpers.fsdp2_cases import DEFAULT_REDUCE_DTYPE, HAS_DTYPES_BY_PARAMETER
+from tests.helpers.fsdp2_cases import DEFAULT_REDUCE_DTYPE
 from tests.helpers.models import (
     Even,
     LanguageModel,
@@ -62,7 +63,7 @@ def test_reduce_dtype_defaults_to_fsdp2s() -> None:
         assert {node.meta["val"].dtype for node in scatters} == {expected}
 
 
-@pytest.mark.skipif(not HAS_DTYPES_BY_PARAMETER, reason="FSDP2 of this torch adds gradients as SimpleFSDP does")
+@pytest.mark.skipif(RELEASE < (2, 15), reason="FSDP2 of this torch adds gradients as SimpleFSDP does")
 def test_additions_that_are_not_fsdp2s() -> None:
     options = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float16}
     end = (
@@ -79,7 +80,7 @@ def test_additions_that_are_not_fsdp2s() -> None:
         simple_fsdp(nn.Linear(4, 4), make_mesh(), param_dtype=torch.bfloat16)  # the near miss
 
 
-@pytest.mark.skipif(not HAS_DTYPES_BY_PARAMETER, reason="FSDP2 of this torch reduces in the dtype of compute")
+@pytest.mark.skipif(RELEASE < (2, 15), reason="FSDP2 of this torch reduces in the dtype of compute")
 def test_no_one_default() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.float64))
     with fake_process_group(4), pytest.raises(UnsupportedError) as caught:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from graphpasses._torch.tested_versions import RELEASE
 from graphpasses.capture import capture_train_step, simple_fsdp, unrounded_gradients
 from graphpasses.fsdp import BucketPlan, eager_layout
 from graphpasses.graph import TrainGraph
 from graphpasses.passes import default_pipeline
-from tests.helpers.fsdp2_cases import HAS_DTYPES_BY_PARAMETER
 from tests.helpers.models import Short, next_token_loss, parallelize
 from tests.helpers.step_cases import (
     CASES,
@@ -40,7 +40,7 @@ CONTROLS = {
     "hybrid_not_bucketed": Case(Short, LAYER, hybrid=True, disable=("bucket-fsdp-collectives",), num_ranks=4),
     "nccl_wrong_order": Case(Wide, [["layers.0"]], is_nccl=True, is_reversed=True, num_ranks=4),
 }
-if HAS_DTYPES_BY_PARAMETER:
+if RELEASE >= (2, 15):
     for name in ("promoting", "tensor_parallel_fp32_reduce"):
         CONTROLS[f"{name}_rounded"] = replace(CASES[name], is_rounded=True)
 

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import graphpasses
 from graphpasses._torch.fake_process_group import fake_process_group
+from graphpasses._torch.tested_versions import RELEASE
 from graphpasses.analysis.parameter_collectives import find_grad_reductions
 from graphpasses.capture import capture_train_step, simple_fsdp, unrounded_gradients
 from graphpasses.capture.unrounded_gradients import keep_unrounded
@@ -21,7 +22,6 @@ from graphpasses.fsdp import BucketPlan
 from graphpasses.graph import CapturedStep
 from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import default_pipeline
-from tests.helpers.fsdp2_cases import HAS_DTYPES_BY_PARAMETER
 from tests.helpers.models import Parallel, captured_over_tensor_parallel, make_mesh
 
 
@@ -55,14 +55,14 @@ def packed_from(step: CapturedStep) -> dict[str, torch.dtype]:
 def test_what_an_operator_promotes_is_not_rounded() -> None:
     with fake_process_group(4):
         step = captured(Promotes())
-        wide = torch.float32 if HAS_DTYPES_BY_PARAMETER else torch.bfloat16
+        wide = torch.float32 if RELEASE >= (2, 15) else torch.bfloat16
         low = dict.fromkeys(("cast", "viewed", "plain"), torch.bfloat16)
         assert packed_from(step) == {"gain": wide, **low}
         note = (
             "gradients are not rounded to the dtype of compute before they are reduced, as in FSDP2 of this torch; "
             "SimpleFSDP alone rounds them: gain"
         )
-        assert step.notes == ([note] if HAS_DTYPES_BY_PARAMETER else [])
+        assert step.notes == ([note] if RELEASE >= (2, 15) else [])
         before = step.module.code
         keep_unrounded(step, step.model)  # a second run changes nothing
         assert step.module.code == before
@@ -73,7 +73,7 @@ def test_a_reduction_that_is_not_wider_is_left_alone() -> None:
         assert set(packed_from(captured(Promotes(), torch.bfloat16)).values()) == {torch.bfloat16}
 
 
-@pytest.mark.skipif(not HAS_DTYPES_BY_PARAMETER, reason="FSDP2 of this torch rounds, too")
+@pytest.mark.skipif(RELEASE < (2, 15), reason="FSDP2 of this torch rounds, too")
 def test_gradients_of_several_dtypes_are_refused() -> None:
     with fake_process_group(4), pytest.raises(UnsupportedError) as caught:
         captured(Promotes(uses=2))
@@ -83,7 +83,7 @@ def test_gradients_of_several_dtypes_are_refused() -> None:
     )
 
 
-@pytest.mark.skipif(not HAS_DTYPES_BY_PARAMETER, reason="tensor parallelism of this torch adds in bfloat16")
+@pytest.mark.skipif(RELEASE < (2, 15), reason="tensor parallelism of this torch adds in bfloat16")
 def test_tensor_parallelism_adds_in_the_dtype_of_the_reduction() -> None:
     options = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     with fake_process_group(4):
@@ -139,6 +139,6 @@ def local_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("is_rounded", [False, True])
 def test_captured_and_compiled_steps_have_the_gradients_of_fsdp2(is_rounded: bool) -> None:
     others = dict.fromkeys(("cast", "viewed", "plain"), True)
-    expected = others | {"gain": not (is_rounded and HAS_DTYPES_BY_PARAMETER)}
+    expected = others | {"gain": not (is_rounded and RELEASE >= (2, 15))}
     for captured_and_compiled in run_ranks(have_eagers_gradients, 2, is_rounded):
         assert captured_and_compiled == [expected, expected]

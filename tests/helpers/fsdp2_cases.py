@@ -11,13 +11,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
+from graphpasses._torch.tested_versions import RELEASE
 from graphpasses.fsdp import Reduction
 
 NUM_RANKS = 4
-HAS_DTYPES_BY_PARAMETER = "param_dtype_override_fn" in MixedPrecisionPolicy.__dataclass_fields__
-"""Whether FSDP2 lets parameters have dtypes of their own, as from torch 2.15 on."""
-
-DEFAULT_REDUCE_DTYPE = torch.float32 if HAS_DTYPES_BY_PARAMETER else torch.bfloat16
+DEFAULT_REDUCE_DTYPE = torch.float32 if RELEASE >= (2, 15) else torch.bfloat16
 """In what FSDP2 reduces the gradients of float32 parameters that compute in bfloat16, if the policy names nothing."""
 
 AVG = Reduction("avg", "avg", dtype=torch.float32)

@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from graphpasses._torch.tested_versions import RELEASE
 from graphpasses.analysis.parameter_collectives import collective_ranks
 from graphpasses.fsdp import diff_layouts, eager_layout
 from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.graph import TrainGraph, is_collective
 from graphpasses.parity.launch import run_ranks
-from tests.helpers.fsdp2_cases import HAS_DTYPES_BY_PARAMETER
 from tests.helpers.models import (
     Even,
     Interleaved,
@@ -148,7 +148,7 @@ CASES = {
 
 # FSDP2 of torch 2.15 adds these gradients in the dtype of their reduction, which SimpleFSDP cannot; it is refused.
 NOT_SIMPLE = {"fp16_reduce", "hybrid_fp16_reduce"}
-SIMPLE_CASES = {name: case for name, case in CASES.items() if not (HAS_DTYPES_BY_PARAMETER and name in NOT_SIMPLE)}
+SIMPLE_CASES = {name: case for name, case in CASES.items() if not (RELEASE >= (2, 15) and name in NOT_SIMPLE)}
 
 
 def shard_eagerly(case: Case, model: nn.Module) -> nn.Module:

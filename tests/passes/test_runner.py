@@ -35,7 +35,7 @@ aten = torch.ops.aten
 
 
 def detaches(graph: TrainGraph) -> list[fx.Node]:
-    """That of the loss, which torch 2.15 traces as an alias; torch 2.13 also those of what autograd saves."""
+    """That of the loss, which later torch traces as an alias; torch 2.13 also those of what autograd saves."""
     return [node for node in graph.graph.nodes if node.target in (aten.detach.default, aten.alias.default)]
 
 

@@ -10,11 +10,11 @@ from typing import Any, Literal
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from experiments.graph_trainer_parity.ranks import as_torchrun, stores
+from graphpasses._torch.tested_versions import RELEASE
 from graphpasses.commands.train_torchtitan_on_cpu import make_assets
 from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp import diff_layouts
@@ -27,7 +27,7 @@ from tests.helpers.models import LanguageModel
 NUM_STEPS = 2
 NUM_CHUNKS = 2  # of torchtitan's eight
 # Of chunks: torch 2.13's tracer knows no batch of unknown size, which graph chunking traces.
-STRATEGY: Literal["eager", "graph"] = "eager" if torch.__version__.startswith("2.13.") else "graph"
+STRATEGY: Literal["eager", "graph"] = "eager" if RELEASE == (2, 13) else "graph"
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def train_all(cases: dict[str, Case], folder: Path, ports: Sequence[int]) -> Non
 @pytest.mark.parametrize("name", CASES)
 def test_bits_of_eager(name: str, tmp_path: Path) -> None:
     pytest.importorskip("torchtitan")
-    if "pipeline" in name and not torch.__version__.startswith("2.14."):
+    if "pipeline" in name and RELEASE != (2, 14):
         pytest.skip("torchtitan 0.3.0's pipelines need the schedules of torch 2.14")
     make_assets(tmp_path)
     cases = CASES[name]

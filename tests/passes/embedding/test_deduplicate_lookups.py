@@ -90,7 +90,7 @@ def test_equal_all_to_alls_are_one(function: Callable[[Tensor], Any], number: in
 
 
 @pytest.mark.usefixtures("forget_compiled_code")
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_sizes_that_only_running_tells_have_one_name(inner: str) -> None:
     """A repeated read brings a size a second name, by which nobody would know it any more."""
     with torch._dynamo.config.patch(capture_scalar_outputs=True), fake_process_group(2):
