@@ -20,24 +20,22 @@ from graphpasses.ops.join_lookups import JOIN_BAGS, SPLIT_FEATURES
 _NUM_ROWS, _NUM_SAMPLES, _MAX_LENGTH = 5, 128, 7
 
 
-@random.fork_rng()  # half precision is rounded at random
 def find_difference(calls: Sequence[LookupCall]) -> str:
     """Returns how lookups, joined, differ from themselves apart: in results or in updates; or nothing.
 
     Small tables with the dims, dtypes and settings of theirs are looked up and updated on their device, both ways.
     """
-    generator = torch.Generator().manual_seed(0)
-    device = calls[0].device
+    generator, device = torch.Generator().manual_seed(0), calls[0].device
     layouts = [_small(call) for call in calls]
     tables = [_states(call, layout, generator) for call, layout in zip(calls, layouts, strict=True)]
     bags = [_bags(call, generator) for call in calls]
+    starts = [[0, *accumulate(state.numel() for state in states)][:-1] for states in zip(*tables, strict=True)]
+    layout, states = TableLayout.join(layouts, *starts), [torch.cat(parts) for parts in zip(*tables, strict=True)]
+    parts = [(call.arguments["total_D"], each["indices"].numel()) for call, each in zip(calls, bags, strict=True)]
     try:
-        apart = [_trained(*each) for each in zip(calls, layouts, tables, bags, strict=True)]
-        starts = [[0, *accumulate(state.numel() for state in states)][:-1] for states in zip(*tables, strict=True)]
-        layout = TableLayout.join(layouts, *starts)
-        states = [torch.cat(parts) for parts in zip(*tables, strict=True)]
-        parts = [(call.arguments["total_D"], each["indices"].numel()) for call, each in zip(calls, bags, strict=True)]
-        joined = _trained(calls[0], layout, states, _joined(calls, bags), parts)
+        with random.fork_rng([device] if device.type != "cpu" else []):  # half precision is rounded at random
+            apart = [_trained(*each) for each in zip(calls, layouts, tables, bags, strict=True)]
+            joined = _trained(calls[0], layout, states, _joined(calls, bags), parts)
     except RuntimeError as error:
         return f"FBGEMM does not look them up by one call on {device}: {str(error).splitlines()[0]}"
     together = [torch.cat([each.flatten() for each in parts]) for parts in zip(*apart, strict=True)]

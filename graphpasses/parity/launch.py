@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -44,7 +45,7 @@ def _rank_main(
     import graphpasses.simulate  # registers the nccl_sim backend
 
     del graphpasses
-    faulthandler.enable()  # A rank that a signal ends prints its stacks; the caller only learns that it died.
+    faulthandler.enable(_stacks(store, rank).open("w"))  # what a rank that a signal ends was doing
     end_with_caller()
     has_begun = False
     try:
@@ -142,7 +143,7 @@ def _launch(
         for _, sender in pipes:
             sender.close()
         try:
-            results = _collect([receiver for receiver, _ in pipes], timeout)
+            results = _collect([receiver for receiver, _ in pipes], processes, store, timeout)
             for process in processes:
                 process.join(timeout=5.0)
             return results
@@ -159,7 +160,20 @@ def _is_importable(main: ModuleType) -> bool:
     return getattr(main, "__file__", None) is not None
 
 
-def _collect(receivers: list[Connection], timeout: float) -> list[Any]:
+def _stacks(store: str, rank: int) -> Path:
+    return Path(f"{store}.stacks.{rank}")
+
+
+def _how_it_ended(process: BaseProcess, stacks: Path) -> str:
+    process.join(timeout=5.0)
+    code = process.exitcode
+    name = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
+    blocks = stacks.read_text().split("\n\n") if stacks.exists() else []
+    text = "\n\n".join(block for block in blocks if "<no Python frame>" not in block)
+    return f"died without a traceback ({name})" + (f":\n{text}" if text else "")
+
+
+def _collect(receivers: list[Connection], processes: Sequence[BaseProcess], store: str, timeout: float) -> list[Any]:
     rank_of = {receiver: rank for rank, receiver in enumerate(receivers)}
     results: dict[int, Any] = {}
     while len(results) < len(receivers):
@@ -176,7 +190,7 @@ def _collect(receivers: list[Connection], timeout: float) -> list[Any]:
             try:
                 failure, value = receiver.recv()
             except EOFError:
-                raise RankError(f"rank {rank} died without a traceback (killed?)") from None
+                raise RankError(f"rank {rank} {_how_it_ended(processes[rank], _stacks(store, rank))}") from None
             if failure is not None:
                 raise failure(f"rank {rank} failed:\n{value}")
             results[rank] = value

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from graphpasses.embedding.emit_lookup import table_arguments
+from graphpasses.embedding.emit_lookup import arguments_like
 from graphpasses.fbgemm.lookups import LookupCall, TableLayout
 from graphpasses.graph import TrainGraph
 from tests.helpers.tables import Lookups, model_graph, tables
@@ -45,7 +45,9 @@ def test_what_is_written_is_what_fbgemm_passes(graph: TrainGraph, call: LookupCa
     (call,) = LookupCall.all(graph)
     module = graph.model.get_submodule("tables.0")
     layout = call.layout()
-    for name, value in table_arguments(graph, layout, call.states, "new").items():
+    added = arguments_like(call, layout, call.states, lambda value, key: graph.add_input(value, f"new.{key}"))
+    assert added["D_offsets"] is not call.arguments["D_offsets"]
+    for name, value in added.items():
         expected = call.arguments[name]
         for new, old in zip(_flat(value), _flat(expected), strict=True):
             assert _same(graph, call, new, old), name
@@ -59,9 +61,9 @@ def _flat(value: Any) -> list[Any]:
 def _same(graph: TrainGraph, call: LookupCall, new: Any, old: Any) -> bool:
     if new is old or not isinstance(new, fx.Node):
         return bool(new is old or new == old)
-    added: Tensor = graph.live[graph.placeholders.index(new)]
+    value: Tensor = graph.live[graph.placeholders.index(new)]
     given = call.inputs[old]
-    return added.dtype == given.dtype and torch.equal(added, given)
+    return value.dtype == given.dtype and torch.equal(value, given)
 
 
 def test_joined_features_have_rows_of_their_own() -> None:

@@ -1,4 +1,4 @@
-"""Ranks end with their caller."""
+"""Ranks end with their caller, and say how they ended."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+
+from graphpasses.parity.launch import RankError, run_ranks
 
 SCRIPT = """
 import os, sys, time
@@ -131,3 +134,17 @@ def test_unconnected_ranks_are_launched_again(tmp_path: Path) -> None:
     assert result.stdout.splitlines() == printed, result.stderr
     again = [part.count("are launched again, since gloo") for part in result.stderr.split("end of case")[:-1]]
     assert again == [case[4] for case in CASES]
+
+
+def end_by_signal() -> None:
+    if dist.get_rank() == 1:
+        signal.raise_signal(signal.SIGABRT)
+    time.sleep(60)
+
+
+@pytest.mark.multiprocess
+def test_a_rank_that_a_signal_ends_says_where() -> None:
+    with pytest.raises(RankError, match=r"rank 1 died without a traceback \(SIGABRT\):") as error:
+        run_ranks(end_by_signal, 2)
+    assert "in end_by_signal" in str(error.value)
+    assert "no Python frame" not in str(error.value)

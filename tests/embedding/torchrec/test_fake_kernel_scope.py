@@ -77,7 +77,7 @@ class Tables(nn.Module):
         return self.head(self.tables(ids.clone(), offsets.clone())).mean()
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_code_runs_and_compiles_again_without_them(
     inner: Inner,
 ) -> None:
