@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses import FakeTensor
 
 from graphpasses.capture import capture_train_step
+from graphpasses.capture.oracle import has_equal_bits
 from graphpasses.errors import FidelityError
 from graphpasses.identity import same_bits
 
@@ -141,3 +142,14 @@ def test_a_model_that_computes_in_place_in_eager_alone() -> None:
 
     with pytest.raises(FidelityError, match=r"eager calls aten\.mul_\.Tensor\(.*, the graph aten\.mul\.Tensor\("):
         capture_train_step(loss_fn, nn.Linear(3, 3), X)
+
+
+def test_bits_are_equal_elsewhere_where_algorithms_are_deterministic() -> None:
+    cpu, elsewhere, answers = nn.Linear(1, 1), nn.Linear(1, 1, device="meta"), []
+    try:
+        for options in ({"mode": False}, {"mode": True, "warn_only": True}, {"mode": True}):
+            torch.use_deterministic_algorithms(**options)
+            answers.append((has_equal_bits(cpu), has_equal_bits(elsewhere)))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert answers == [(True, False), (True, False), (True, True)]
