@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import warnings
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import graphpasses as gp
-from experiments.gpu.result import SkippedError
+from experiments.gpu.result import require
 from experiments.harness.bench import time_rounds
 
 __all__ = ["fused_lookups"]
@@ -25,9 +24,7 @@ Batch = list[tuple[Tensor, Tensor]]
 
 def fused_lookups(device: str, num_steps: int) -> tuple[bool, list[tuple[str, str]]]:
     """Bits, launches, time and memory of 26 lookups, eager and fused."""
-    for name in ("torchrec", "fbgemm_gpu"):
-        if importlib.util.find_spec(name) is None:
-            raise SkippedError(f"{name} is not installed; make setup installs it where there is a network")
+    require("torchrec", "fbgemm_gpu")
     batch_size, num_rows = (8192, 1_000_000) if device == "cuda" else (512, 10_000)
     data = [_batch(seed, batch_size, num_rows, device) for seed in range(num_steps)]
     models = {name: _model(num_rows, device) for name in ("26 lookups", "fused", "control, another id")}

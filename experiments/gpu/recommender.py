@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
 import time
 import warnings
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import graphpasses as gp
-from experiments.gpu.result import SkippedError
+from experiments.gpu.result import require
 from experiments.gpu.steps import wait, world
 
 __all__ = ["recommender"]
@@ -26,9 +25,7 @@ def recommender(device: str, num_steps: int) -> tuple[bool, list[tuple[str, str]
 
     With deterministic algorithms, without which ``check_compiled`` compares no bits on a GPU.
     """
-    for name in ("torchrec", "fbgemm_gpu"):
-        if importlib.util.find_spec(name) is None:
-            raise SkippedError(f"{name} is not installed; make setup installs it where there is a network")
+    require("torchrec", "fbgemm_gpu")
     torch.use_deterministic_algorithms(True)
     with world(device):
         runs = {

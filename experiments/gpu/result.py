@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["Check", "Result", "SkippedError"]
+__all__ = ["Check", "Result", "SkippedError", "require"]
 
 Status = Literal["ok", "WRONG", "skipped", "failed"]
 
 
 class SkippedError(Exception):
     """A check needs what this machine does not have; the message says what."""
+
+
+def require(*names: str) -> None:
+    """Raises SkippedError unless these modules are installed."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise SkippedError(f"{name} is not installed; make setup installs it where there is a network")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from graphpasses.embedding.fused_update import FusedUpdate
-from graphpasses.fbgemm.lookups import INFO_B, LOCATIONS, MIXED_D, LookupCall, TableLayout
+from graphpasses.fbgemm.lookups import INFO_B, LOCATIONS, MIXED_D, LookupCall, TableLayout, placed
 from graphpasses.fbgemm.names import fused_lookup
 from graphpasses.graph import DynamoGraph
 from graphpasses.ops.autograd_functions import count_steps
@@ -109,8 +109,7 @@ def _table_arguments(
     placements = added([LOCATIONS[device.type]] * len(layout.dims), "placements", torch.int32)
     offsets = {"weights": layout.weights_offsets, "momentum1": layout.momentum1_offsets}
     for state, (key, values) in zip(states, offsets.items(), strict=False):
-        _, *others = like[key] if like else [None] * 3
-        first = len(others) > 2  # behind UVM's
-        others[first : first + 2] = placements, added(values, f"{key}_offsets")
-        arguments[key] = [state, *others]
+        tables = [state, *(like[key][1:] if like else [None] * 2)]
+        tables[placed(tables)] = placements, added(values, f"{key}_offsets")
+        arguments[key] = tables
     return arguments

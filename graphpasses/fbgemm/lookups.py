@@ -69,10 +69,10 @@ def _shifted(parts: Sequence[Sequence[int]], starts: Sequence[int]) -> tuple[int
     return tuple(value + start for values, start in zip(parts, starts, strict=False) for value in values)
 
 
-def placed(tables: Sequence[Any]) -> Sequence[Any]:
-    """Returns placements and offsets of one of the op's lists: of tables on a CPU, or on a GPU, behind UVM's."""
+def placed(tables: Sequence[Any]) -> slice:
+    """Returns where one of the op's lists has placements and offsets: of tables on a GPU, behind UVM's."""
     first = 1 if len(tables) == 3 else 2
-    return tables[first : first + 2]
+    return slice(first, first + 2)
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,8 @@ class LookupCall:
             return "it uses FBGEMM's feature_requires_grad, a cache, or statistics"
         if arguments["aux_bool"][_GLOBAL_WEIGHT_DECAY]:
             return "its optimizer decays all rows, looked up or not"
-        if self.inputs[placed(arguments["weights"])[0]].ne(LOCATIONS[self.device.type]).any():
+        placements, _ = arguments["weights"][placed(arguments["weights"])]
+        if self.inputs[placements].ne(LOCATIONS[self.device.type]).any():
             return "its tables lie in several memories, or in a cache"
         if self.inputs[arguments["hash_size_cumsum"]].diff()[-1] == 0:
             return "its last table has no rows"
@@ -167,7 +168,8 @@ class LookupCall:
             return tuple(self.inputs[node].tolist())
 
         def offsets(key: str) -> tuple[int, ...]:
-            return numbers(placed(self.arguments[key])[1]) if key in self.arguments else ()
+            tables = self.arguments.get(key, ())
+            return numbers(tables[placed(tables)][1]) if tables else ()
 
         *first_rows, num_rows = numbers(self.arguments["hash_size_cumsum"])
         return TableLayout(
