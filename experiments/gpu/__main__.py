@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.gpu import hashes, lookups, models, ranks, recommender, steps, tree
+from experiments.gpu import fusion, hashes, lookups, models, ranks, recommender, steps, tree, zoo
 from experiments.gpu.result import Check, Result, SkippedError
 from experiments.harness.versions import installed_versions
 from graphpasses.errors import UnsupportedError
@@ -26,7 +26,10 @@ CHECKS = (
     Check("the same, with clipping and AdamW in the step", steps.parity_with_optimizer),
     Check("two and four ranks on one device", ranks.ranks_on_one_device),
     Check("models that others wrote", models.strangers_models),
+    Check("architectures of transformers", zoo.architectures),
     Check("the captured step in a CUDA graph", steps.cuda_graphs),
+    Check("exact operators in one kernel", fusion.exact_fusion),
+    Check("exact operators of every eighth architecture", zoo.fused_architectures),
     Check("Inductor compiles the graphs", steps.inductor),
     Check("hashes", hashes.hashes),
     Check("canonical reductions' additions", tree.additions_in_tree),

@@ -23,7 +23,17 @@ from experiments.harness.bench import time_rounds
 from graphpasses._torch.tested_versions import RELEASE
 from graphpasses.parity.reference import locate_step
 
-__all__ = ["certificate_cost", "cuda_graphs", "inductor", "locate_cost", "parity", "parity_with_optimizer"]
+__all__ = [
+    "certificate_cost",
+    "cuda_graphs",
+    "inductor",
+    "locate_cost",
+    "parity",
+    "parity_with_optimizer",
+    "recorded_step",
+    "wait",
+    "world",
+]
 
 Found = tuple[bool, list[tuple[str, str]]]
 
@@ -199,23 +209,29 @@ def parity_with_optimizer(device: str, num_steps: int) -> Found:
     return equal["captured"] == num_steps and control < num_steps, found
 
 
+def recorded_step(step: gp.CapturedStep, model: nn.Module, given: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """Returns a CUDA graph of a step on ``given``, and the loss, which a replay writes."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step(given)
+            model.zero_grad()
+    torch.cuda.current_stream().wait_stream(stream)
+    recorded = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(recorded):
+        loss: Tensor = step(given)
+    return recorded, loss
+
+
 def cuda_graphs(device: str, num_steps: int) -> Found:
     """The captured step inside of a CUDA graph, which is replayed for each batch."""
     if device != "cuda":
         raise SkippedError("CUDA graphs need a CUDA device")
 
     def replayed(model: nn.Module, tokens: Tensor, *, copies: bool) -> Gradients:
-        step, given = captured(model, tokens), tokens.clone()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                step(given)
-                model.zero_grad()
-        torch.cuda.current_stream().wait_stream(stream)
-        recorded = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(recorded):
-            loss = step(given)
+        given = tokens.clone()
+        recorded, loss = recorded_step(captured(model, tokens), model, given)
         kept = {parameter: parameter.grad for parameter in model.parameters()}
 
         def gradients(model: nn.Module, tokens: Tensor, index: int) -> Tensor:

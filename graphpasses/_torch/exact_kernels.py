@@ -25,9 +25,13 @@ _EXACT = {
     "cpp.enable_unsafe_math_opt_flag": False,
     # Inductor hands gcc -fno-signed-zeros and -fno-trapping-math; what follows the processor's flag comes after them.
     "cpp.march": "native -fsigned-zeros -ftrapping-math",
-    "emulate_precision_casts": True,
+    "emulate_precision_casts": True,  # and no contraction in Triton's kernels
+    "eager_numerics.division_rounding": True,
+    "eager_numerics.disable_ftz": True,
+    "eager_numerics.use_pytorch_libdevice": True,
     "pattern_matcher": False,
     "fallback_random": True,
+    "compile_threads": 1,  # what is compiled is one kernel
     "comprehensive_padding": False,
     "layout_optimization": False,
     "size_asserts": False,

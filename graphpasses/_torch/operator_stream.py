@@ -159,7 +159,7 @@ class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
             self._unwritten.pop(memory_of(each), None)
         if not dict(given).get("dropout_p"):
             named = zip(func._schema.returns, results if isinstance(results, tuple) else (), strict=False)
-            self._leave_unwritten(each for kind, each in named if kind.name in _OF_DROPOUT)
+            self._leave_unwritten(tensors([each for kind, each in named if kind.name in _OF_DROPOUT]))
         return (
             *(self.see(f"result {index}", each) for index, each in enumerate(flat)),
             *(self.see(f"written {name}", each) for name, each in written if id(each) not in seen),

@@ -12,22 +12,26 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def adversarial(like: torch.Tensor, seed: int) -> torch.Tensor:
     """Returns a tensor that lies in memory as another, of random bits; every second seed, of numbers near one."""
-    generator = torch.Generator().manual_seed(seed)
+    device = like.device
+    generator = torch.Generator(device).manual_seed(seed)
     length = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
     length = length if like.numel() else 0
     if like.dtype is torch.bool:
-        memory = torch.randint(2, (length,), generator=generator).bool()
+        memory = torch.randint(2, (length,), generator=generator, device=device).bool()
     elif seed % 2:
-        memory = torch.randn(length, generator=generator, dtype=torch.float64).to(like.dtype)
+        memory = torch.randn(length, generator=generator, dtype=torch.float64, device=device).to(like.dtype)
     else:
         info = torch.iinfo(_BITS[like.dtype.itemsize])
         # Half the range at a time: its size must be a number of 64 bits.
-        bits = torch.randint(info.min // 2, info.max // 2 + 1, (length,), generator=generator) * 2
-        bits += torch.randint(2, (length,), generator=generator)
+        bits = torch.randint(info.min // 2, info.max // 2 + 1, (length,), generator=generator, device=device) * 2
+        bits += torch.randint(2, (length,), generator=generator, device=device)
         memory = bits.to(_BITS[like.dtype.itemsize]).view(like.dtype)
-        special = torch.tensor([0.0, -0.0, 1.0, -1.0, torch.inf, -torch.inf, torch.nan], dtype=like.dtype)
-        is_special = torch.rand(length, generator=generator) < 0.2
-        memory = torch.where(is_special, special[torch.randint(7, (length,), generator=generator)], memory)
+        special = torch.tensor(
+            [0.0, -0.0, 1.0, -1.0, torch.inf, -torch.inf, torch.nan], dtype=like.dtype, device=device
+        )
+        is_special = torch.rand(length, generator=generator, device=device) < 0.2
+        places = torch.randint(7, (length,), generator=generator, device=device)
+        memory = torch.where(is_special, special[places], memory)
     return memory.as_strided(like.shape, like.stride())
 
 

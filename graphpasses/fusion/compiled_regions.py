@@ -70,7 +70,9 @@ class Calls:
                 values[node] = given
                 if isinstance(given, torch.Tensor):
                     values[node] = graph.placeholder(node.name)
-                    values[node].meta["val"] = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype)
+                    values[node].meta["val"] = torch.empty_strided(
+                        given.shape, given.stride(), dtype=given.dtype, device=given.device
+                    )
             for node in self.nodes:
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
                 values[node] = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
@@ -114,9 +116,9 @@ class Calls:
 
 
 def layout_of(node: fx.Node) -> Hashable:
-    """Returns a tensor's dtype, sizes and strides; a size is itself."""
+    """Returns a tensor's device, dtype, sizes and strides; a size is itself."""
     value = node.meta["val"]
-    return (value.dtype, *sizes_of(value)) if isinstance(value, torch.Tensor) else str(value)
+    return (value.device, value.dtype, *sizes_of(value)) if isinstance(value, torch.Tensor) else str(value)
 
 
 def _laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,9 @@ import torch
 from torch import fx
 
 from graphpasses._torch import pytree
+from graphpasses._torch.exact_kernels import fused_multiply_add
 from graphpasses._torch.fake_mode import outside_tracing
-from graphpasses._torch.schemas import named_arguments
+from graphpasses._torch.schemas import named_arguments, schemas
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -89,8 +90,39 @@ EXACT: dict[Any, Exact] = {
 }
 """What computes numbers, by the operator; in place of one that writes stands the one that makes anew."""
 
-Function = tuple[Any, torch.dtype]
-"""An operator of :data:`MEASURED`, and the dtype on which it is called."""
+
+def _over_number(x: Any, y: Any, **_: Any) -> Any:
+    """Divides as CUDA's kernel does: it multiplies with a number's reciprocal. Source: ``BinaryDivTrueKernel.cu``."""
+    if isinstance(y, torch.Tensor):
+        return aten.div.Tensor(x, y)
+    with outside_tracing():
+        factor = float(torch.tensor(y, dtype=x.dtype).reciprocal())
+    return aten.mul.Tensor(x, factor)
+
+
+_ROOTS = (aten.sqrt.default, aten.rsqrt.default)
+_BY_DEVICE: dict[str, dict[Any, Exact]] = {
+    "cpu": EXACT,
+    "cuda": {
+        **{target: exact for target, exact in EXACT.items() if target not in _ROOTS},
+        # Triton negates by subtraction from zero, which makes no negative zero.
+        aten.neg.default: Exact(lambda x: x * -1.0, _always),
+        aten.rsub.Scalar: Exact(lambda x, y, **_: x * -1.0 + y, _unscaled),
+        aten.div.Tensor: Exact(_over_number, _without_rounding_mode),
+        aten.div.Scalar: Exact(_over_number, _without_rounding_mode),
+    },
+}
+
+_DEVICES = frozenset({"cpu"} if torch.version.hip else _BY_DEVICE)  # AMD's kernels, "cuda" to torch, were not seen
+
+
+def exact_on(device: torch.device) -> Mapping[Any, Exact]:
+    """Returns what computes numbers on a device, by the operator."""
+    return _BY_DEVICE[device.type]
+
+
+Function = tuple[Any, torch.dtype, str]
+"""An operator of :data:`MEASURED`, the dtype on which it is called, and the type of the device."""
 
 
 def _silu_backward(gradient: Any, x: Any) -> Any:
@@ -99,7 +131,7 @@ def _silu_backward(gradient: Any, x: Any) -> Any:
     return gradient * sigmoid * (x * (-sigmoid + 1) + 1)
 
 
-MEASURED: dict[Any, Callable[..., Any]] = {
+_MEASURED: dict[Any, Callable[..., Any]] = {
     aten.cos.default: aten.cos.default,
     aten.erf.default: aten.erf.default,
     aten.exp.default: aten.exp.default,
@@ -111,9 +143,43 @@ MEASURED: dict[Any, Callable[..., Any]] = {
     aten.sin.default: aten.sin.default,
     aten.tanh.default: aten.tanh.default,
 }
-"""What computes functions of half precision, in float32: fused where it was measured to have eager's bits."""
 
-# With half precision these round a number to it first; products and quotients take it as it is.
+
+def _silu_backward_on_cuda(gradient: Any, x: Any) -> Any:
+    """Computes the gradient as the compiler contracts CUDA's kernel. Source: ``ActivationSiluKernel.cu``."""
+    sigmoid = aten.reciprocal.default(aten.exp.default(-x) + 1)
+    one = aten.full.default([*x.shape], 1.0, dtype=x.dtype, device=x.device)
+    return gradient * sigmoid * fused_multiply_add(x, -sigmoid + 1, one)
+
+
+MEASURED: dict[str, dict[Any, Callable[..., Any]]] = {
+    "cpu": _MEASURED,
+    "cuda": {
+        **_MEASURED,
+        **{target: target for target in _ROOTS},
+        aten.relu.default: lambda x: aten.where.ScalarSelf(x <= 0, 0.0, x),  # 0 of -0, which Inductor keeps
+        aten.sigmoid.default: lambda x: aten.reciprocal.default(aten.exp.default(-x) + 1),
+        aten.silu_backward.default: _silu_backward_on_cuda,
+    },
+}
+"""What computes functions, half precision's in float32: fused where it was measured to have eager's bits."""
+
+
+def measured_functions() -> list[Function]:
+    """Returns all functions that may be measured, in one order: half precision, and on a GPU float32 of one operand.
+
+    A GPU computes a function of all 2^32 values in less than a second.
+    """
+    return [
+        (target, dtype, device)
+        for device, functions in MEASURED.items()
+        for target in functions
+        for dtype in sorted(LOW, key=str)
+        + [torch.float32] * (device == "cuda" and len(schemas(target)[0].arguments) == 1)
+    ]
+
+
+# With half precision these round a number to it first on a CPU; products, quotients and a GPU take it as it is.
 _ROUND_NUMBERS = frozenset({aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar})
 
 COMPARISONS = frozenset(
@@ -128,12 +194,13 @@ COPIES = frozenset({aten.clone.default, aten.cat.default, aten._to_copy.default}
 def is_exact(node: fx.Node, measured: Collection[Function] = ()) -> bool:
     """Whether a call computes, bit for bit, what its fused kernel does; functions if they are among ``measured``."""
     target = node.target
-    known = EXACT.get(target)
-    if known is None and target not in COMPARISONS | SELECTS | COPIES | MEASURED.keys():
-        return False
     value: Any = node.meta.get("val")
     operands: list[Any] = [each.meta.get("val") for each in node.all_input_nodes]
-    if not operands or not all(map(_is_plain, (value, *operands))):
+    if not all(map(_is_plain, (value, *operands))) or {each.device for each in operands} != {value.device}:
+        return False
+    known = exact_on(value.device).get(target)
+    may_be_measured = target in MEASURED[value.device.type]
+    if known is None and not may_be_measured and target not in COMPARISONS | SELECTS | COPIES:
         return False
     if target is aten._to_copy.default:
         return _is_cast(node, value, operands[0])
@@ -143,9 +210,9 @@ def is_exact(node: fx.Node, measured: Collection[Function] = ()) -> bool:
     if target is aten.cat.default:
         is_empty = any(type(number := each.numel()) is int and not number for each in operands)
         return len(dtypes) == 1 and dtypes <= FLOATS and not is_empty
-    if target in MEASURED:
-        is_half = dtypes == {value.dtype} and _has_same_sizes(node)
-        return is_half and (target, value.dtype) in measured
+    if may_be_measured:
+        is_one = dtypes == {value.dtype} and _has_same_sizes(node)
+        return is_one and (target, value.dtype, value.device.type) in measured
     assert known is not None
     if not dtypes <= FLOATS or value.dtype not in FLOATS or not _is_promoted(value, operands):
         return False
@@ -167,7 +234,7 @@ def _is_plain(value: Any) -> bool:
     return (
         isinstance(value, torch.Tensor)
         and value.layout is torch.strided
-        and value.device.type == "cpu"
+        and value.device.type in _DEVICES
         and not (value.is_conj() or value.is_neg())
     )
 
@@ -210,12 +277,16 @@ def run_exactly(target: Any, args: Any, kwargs: Any) -> Any:
         if dtype == given.dtype:
             return aten.clone.default(given)
         return _convert(_convert(given, torch.float32) if given.dtype in LOW else given, dtype)
-    if target not in EXACT.keys() | MEASURED.keys() | COMPARISONS:  # it copies, selects or views
+    tensors = [each for each in args if isinstance(each, torch.Tensor)]
+    device = tensors[0].device.type if tensors else ""
+    functions = MEASURED.get(device, {})
+    exact = _BY_DEVICE.get(device, {})
+    if target not in exact.keys() | functions.keys() | COMPARISONS:  # it copies, selects or views
         return target(*args, **kwargs)
-    compute = MEASURED.get(target) or (target if target in COMPARISONS else EXACT[target].compute)
-    dtype = functools.reduce(torch.promote_types, [each.dtype for each in args if isinstance(each, torch.Tensor)])
+    compute = functions.get(target) or (target if target in COMPARISONS else exact[target].compute)
+    dtype = functools.reduce(torch.promote_types, [each.dtype for each in tensors])
     wide = torch.float32 if dtype in LOW else dtype
-    is_rounded = dtype in LOW and target in _ROUND_NUMBERS | COMPARISONS
+    is_rounded = dtype in LOW and (target in COMPARISONS or (device == "cpu" and target in _ROUND_NUMBERS))
     given = [
         _convert(each, wide) if isinstance(each, torch.Tensor) else _rounded(each, dtype) if is_rounded else each
         for each in args

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import inspect
 import json
 import os
@@ -34,12 +35,16 @@ def keep(name: str, found: Mapping[str, bool]) -> None:
 
 
 def _path(name: str) -> Path:
-    return cache_folder() / name / f"{_digest()}.json"
+    on_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return cache_folder() / name / f"{_digest(on_cuda)}.json"
 
 
 @functools.cache
-def _digest() -> str:
-    """Returns a digest of what was compared depends on: torch, the compiler, what the processor has, our own code."""
+def _digest(on_cuda: bool) -> str:
+    """Returns a digest of what was compared depends on: torch, compilers, the processor, the GPU, our own code."""
     parts = [torch.__version__, torch.backends.cpu.get_cpu_capability(), str(torch.cpu.get_capabilities())]
     parts += [compiler_version(), inspect.getsource(exact_kernels), digest_of_sources(str(Path(__file__).parent))]
+    if on_cuda:
+        parts += [torch.cuda.get_device_name(), str(torch.cuda.get_device_capability()), str(torch.version.cuda)]
+        parts.append(importlib.metadata.version("triton"))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -1,25 +1,25 @@
-"""Functions of half precision whose kernel was compared with eager's on all 65,536 values."""
+"""Functions whose kernel was compared with eager's on all values: half precision's, and float32's on a GPU."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from graphpasses._torch.exact_kernels import compile_exactly
+from graphpasses._torch.exact_kernels import Kernel, compile_exactly
 from graphpasses._torch.fake_mode import real_tensors
 from graphpasses._torch.schemas import schemas
 from graphpasses.analysis.levels import grouped
-from graphpasses.fusion import exact_operators
 from graphpasses.fusion.adversarial import num_different
-from graphpasses.fusion.exact_operators import MEASURED, Function, run_exactly
+from graphpasses.fusion.exact_operators import LOW, Function, measured_functions, run_exactly
 from graphpasses.fusion.kept import keep, read_kept
 
 _NUM_VALUES = 2**16
 _TAIL = 15  # elements, fewer than a vector has
+_CHUNK = 2**24  # values of float32 at a time
 _NUM_GRADIENTS = 16  # with which each value is tried, of functions of two
 
 
@@ -31,46 +31,80 @@ def exact_functions(wanted: Collection[Function]) -> frozenset[Function]:
     """
     known = read_kept("exact_functions")
     missing = sorted((each for each in wanted if _name(*each) not in known), key=str)
-    for functions in grouped(missing, key=lambda each: each[1]):
+    for functions in grouped(missing, key=lambda each: each[1:]):
+        _, dtype, device = functions[0]
+        compare = _compare_halves if dtype in LOW else _compare_all
         with real_tensors():
-            is_equal = _compare([target for target, _ in functions], functions[0][1])
+            is_equal = compare([target for target, *_ in functions], dtype, device)
         known |= {_name(*each): equal for each, equal in zip(functions, is_equal, strict=True)}
     if missing:
         keep("exact_functions", known)
     return frozenset(each for each in wanted if known[_name(*each)])
 
 
-def _name(target: Any, dtype: torch.dtype) -> str:
-    return f"{target} {dtype}"
+def _name(target: Any, dtype: torch.dtype, device: str) -> str:
+    return f"{target} {dtype} {device}"
 
 
-def _compare(targets: Sequence[Any], dtype: torch.dtype) -> list[bool]:
+def _eagerly(target: Any, args: Any, kwargs: Any) -> Any:
+    return target(*args, **kwargs)
+
+
+class _Comparison:
+    """Counts where the kernels of functions have other results than eager's; a kernel is of one size."""
+
+    def __init__(self, targets: Sequence[Any]) -> None:
+        self._targets, self._kernels = targets, dict[int, Kernel]()
+        self.counts = [0] * len(targets)
+
+    def _results(self, call: Callable[..., Any], values: Tensor, gradients: Tensor) -> list[Tensor]:
+        given = [(gradients, values) if len(schemas(each)[0].arguments) == 2 else (values,) for each in self._targets]
+        return [call(target, args, {}) for target, args in zip(self._targets, given, strict=True)]
+
+    def add(self, values: Tensor, gradients: Tensor, size: int) -> None:
+        """Compares on values, so many at a time."""
+        # The pieces begin where an allocation does: kernels and eager's vectors see them alike.
+        pairs = zip(torch.split(values, size), torch.split(gradients, size), strict=True)
+        pieces = [[*map(Tensor.clone, pair)] for pair in pairs]
+        if size not in self._kernels:
+            self._kernels[size] = compile_exactly(partial(self._results, run_exactly), pieces[0])
+        expected = [self._results(_eagerly, *each) for each in pieces]
+        found = [self._kernels[size](each) for each in pieces]
+        for index, pair in enumerate(zip(zip(*expected, strict=True), zip(*found, strict=True), strict=True)):
+            self.counts[index] += num_different(*map(torch.cat, pair))
+
+
+def _compare_halves(targets: Sequence[Any], dtype: torch.dtype, device: str) -> list[bool]:
+    """Compares on all values of half precision, in vectors and in tails; with several gradients each."""
     values = torch.arange(_NUM_VALUES).to(torch.int16).view(dtype)
     generator = torch.Generator().manual_seed(0)
-    values = values[torch.randperm(_NUM_VALUES, generator=generator)].repeat(_NUM_GRADIENTS)
-    gradients = torch.randn(len(values), generator=generator).to(dtype)
+    values = values[torch.randperm(_NUM_VALUES, generator=generator)].repeat(_NUM_GRADIENTS).to(device)
+    gradients = torch.randn(len(values), generator=generator).to(device, dtype)
+    comparison = _Comparison(targets)
+    comparison.add(values, gradients, len(values))
+    in_tails = _NUM_VALUES // _TAIL * _TAIL + _TAIL
+    comparison.add(values[:in_tails], gradients[:in_tails], _TAIL)
+    return [count == 0 for count in comparison.counts]
 
-    def results(call: Callable[..., Any], values: torch.Tensor, gradients: torch.Tensor) -> list[torch.Tensor]:
-        given = [(gradients, values) if len(schemas(target)[0].arguments) == 2 else (values,) for target in targets]
-        return [call(target, args, {}) for target, args in zip(targets, given, strict=True)]
 
-    counts = [0] * len(targets)
-    for size in (len(values), _TAIL):
-        inputs = [values[:size].clone(), gradients[:size].clone()]
-        kernel = compile_exactly(functools.partial(results, run_exactly), inputs)
-        end = len(values) if size > _TAIL else _NUM_VALUES + _TAIL
-        for start in range(0, end - size + 1, size):
-            given = [each[start : start + size].clone() for each in (values, gradients)]
-            expected = results(lambda target, args, kwargs: target(*args, **kwargs), *given)
-            found = kernel([*given])
-            counts = [count + num_different(*pair) for count, *pair in zip(counts, expected, found, strict=True)]
-    return [count == 0 for count in counts]
+def _compare_all(targets: Sequence[Any], dtype: torch.dtype, device: str) -> list[bool]:
+    """Compares functions of one operand on all values of float32; some of each exponent in tails, too."""
+    comparison = _Comparison(targets)
+    for start in range(-(2**31), 2**31, _CHUNK):
+        values = torch.arange(start, start + _CHUNK, device=device).to(torch.int32).view(dtype)
+        comparison.add(values, values, _CHUNK)
+    values = torch.arange(-(2**31), 2**31, 2**32 // (_NUM_VALUES // 2), device=device).to(torch.int32).view(dtype)
+    values = values[: len(values) // _TAIL * _TAIL]
+    comparison.add(values, values, _TAIL)
+    return [count == 0 for count in comparison.counts]
 
 
 def functions_in(nodes: Iterable[fx.Node]) -> frozenset[Function]:
     """Returns which functions are called that may be measured."""
+    possible = {*measured_functions()}
     return frozenset(
-        (node.target, node.meta["val"].dtype)
+        function
         for node in nodes
-        if node.target in MEASURED and node.meta["val"].dtype in exact_operators.LOW
+        if node.op == "call_function" and isinstance(value := node.meta.get("val"), Tensor)
+        if (function := (node.target, value.dtype, value.device.type)) in possible
     )

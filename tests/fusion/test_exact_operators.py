@@ -10,7 +10,7 @@ import torch
 
 from graphpasses._torch.exact_kernels import compile_exactly
 from graphpasses.fusion.adversarial import find_difference, num_different
-from graphpasses.fusion.exact_operators import COMPARISONS, EXACT, LOW, run_exactly
+from graphpasses.fusion.exact_operators import COMPARISONS, LOW, exact_on, run_exactly
 
 aten = torch.ops.aten
 NUMBERS = (0.1, 3.0, -0.0, 512)
@@ -25,7 +25,7 @@ def calls(call: Call, x: torch.Tensor, y: torch.Tensor) -> list[Any]:
     node = graph.placeholder("x")
     node.meta["val"] = x
     results = []
-    for target, known in EXACT.items():
+    for target, known in exact_on(x.device).items():
         numbers = POWERS if target is aten.pow.Tensor_Scalar else NUMBERS if "Scalar" in str(target) else (y,)
         for number in numbers:
             arguments = {"self": node, "alpha": 1, "exponent": number}
@@ -45,13 +45,14 @@ def eagerly(target: Any, args: Any, kwargs: Any) -> Any:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_operators_have_eagers_bits(dtype: torch.dtype) -> None:
+def test_operators_have_eagers_bits(dtype: torch.dtype, device: str) -> None:
     if dtype.itemsize == 2:  # in each place of a vector, and in its tail
-        x = torch.arange(2**16 + 5).to(torch.int16).view(dtype)
-        y = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0))]
+        x = torch.arange(2**16 + 5, device=device).to(torch.int16).view(dtype)
+        y = x[torch.randperm(len(x), generator=torch.Generator().manual_seed(0)).to(device)]
     else:
-        x, y = torch.empty(2, 1003, dtype=dtype).unbind()
+        x, y = torch.empty(2, 1003, dtype=dtype, device=device).unbind()
     kernel = compile_exactly(lambda x, y: calls(run_exactly, x, y), [x, y])
     if dtype.itemsize == 2:
         names = calls(lambda target, args, kwargs: f"{target} {args[1:]}", x, y)

@@ -22,7 +22,7 @@ def test_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_kept("kernels") == {"a": True, "b": False}
     (path,) = (tmp_path / "kernels").iterdir()
     assert path.suffix == ".json"
-    monkeypatch.setattr(kept, "_digest", lambda: "of another compiler")
+    monkeypatch.setattr(kept, "_digest", lambda _: "of another compiler")
     assert read_kept("kernels") == {}
 
 

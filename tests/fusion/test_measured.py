@@ -8,20 +8,30 @@ import pytest
 import torch
 
 from graphpasses.fusion import kept, measured
-from graphpasses.fusion.exact_operators import MEASURED
+from graphpasses.fusion.exact_operators import MEASURED, measured_functions
 from graphpasses.fusion.measured import exact_functions
 
 aten = torch.ops.aten
-SILU, EXPM1 = (aten.silu.default, torch.bfloat16), (aten.expm1.default, torch.bfloat16)
+SILU, EXPM1 = (aten.silu.default, torch.bfloat16, "cpu"), (aten.expm1.default, torch.bfloat16, "cpu")
 
 
 @pytest.mark.slow
 def test_a_function_with_other_bits_is_told_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept, "cache_folder", lambda: tmp_path)
     # Inductor's is exp(x) - 1 there
-    monkeypatch.setitem(MEASURED, aten.expm1.default, lambda x: aten.exp.default(x) - 1)
+    monkeypatch.setitem(MEASURED["cpu"], aten.expm1.default, lambda x: aten.exp.default(x) - 1)
     assert exact_functions({SILU, EXPM1}) == {SILU}
-    monkeypatch.delattr(measured, "_compare")  # it is read
+    monkeypatch.delattr(measured, "_compare_halves")  # it is read
     assert exact_functions({SILU, EXPM1}) == {SILU}
     (path,) = (tmp_path / "exact_functions").iterdir()
     assert path.suffix == ".json"
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+def test_functions_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "cache_folder", lambda: tmp_path)
+    wanted = {each for each in measured_functions() if each[2] == "cuda"}
+    exact = exact_functions(wanted)
+    missing = sorted(f"{target} {dtype}" for target, dtype, device in wanted - exact)
+    assert missing == []

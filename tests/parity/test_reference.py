@@ -100,9 +100,9 @@ def test_no_operator_of_eager_is_missed_in_a_rewritten_graph(make: Any, policy: 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 def test_seeds_of_attention_count_where_it_drops_something(dropout_p: float) -> None:
     with torch.library._scoped_library("attention_of_test", "FRAGMENT") as library:
-        library.define("attend(Tensor x, float dropout_p=0.) -> (Tensor output, Tensor philox_seed)")
+        library.define("attend(Tensor x, float dropout_p=0.) -> (Tensor, Tensor philox_seed, Tensor? unused)")
         seeds = iter((1, 2))  # what memory holds that no kernel wrote
-        library.impl("attend", lambda x, dropout_p=0.0: (x * 2, torch.tensor(next(seeds))), "CPU")
+        library.impl("attend", lambda x, dropout_p=0.0: (x * 2, torch.tensor(next(seeds)), None), "CPU")
         x, steps = torch.ones(2), []
         for _ in range(2):
             calls: list[Operator] = []

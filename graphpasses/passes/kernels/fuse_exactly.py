@@ -14,7 +14,7 @@ from graphpasses.agreement import CollectiveSequence, Question
 from graphpasses.analysis.dependencies import place_nodes
 from graphpasses.analysis.effects import operator_effects
 from graphpasses.fusion.compiled_regions import compile_regions, layout_of, what_runs
-from graphpasses.fusion.exact_operators import LOW, MEASURED, Function, is_exact, is_widening
+from graphpasses.fusion.exact_operators import Function, is_exact, is_widening, measured_functions
 from graphpasses.fusion.measured import exact_functions, functions_in
 from graphpasses.fusion.regions import Region, functional_target, is_only_view, plan_regions
 from graphpasses.graph import Stage, TrainGraph
@@ -43,7 +43,7 @@ def _measured(graph: TrainGraph) -> frozenset[Function]:
     own = functions_in(graph.graph.nodes)
     exact = exact_functions(own)
     if graph.stage in (Stage.STEP, Stage.JOINT):
-        functions = [(target, dtype) for target in MEASURED for dtype in sorted(LOW, key=str)]
+        functions = measured_functions()
         flags = [each not in own or each in exact for each in functions]
         flags = CollectiveSequence(graph).agree(_EXACT_ON_ALL, flags)
         agreed.update(zip(functions, flags, strict=True))
