@@ -67,8 +67,7 @@ def move_storage(tensor: Tensor, place: Tensor, moved: Callable[[Tensor], None])
     ``place`` has as many bytes: 1-D, contiguous, without gradient, on the same device. ``moved`` gets each piece of
     the old memory, as bytes, when nothing reads it any more.
     """
-    if place.is_cuda:
-        torch.cuda.synchronize(place.device)
+    _synchronize(place.device)
     # In a thread, which no signal reaches: an interrupted move would leave a part of the table in each place.
     with ThreadPoolExecutor(1) as thread:
         thread.submit(_move, tensor.untyped_storage(), place, moved).result()
@@ -77,13 +76,44 @@ def move_storage(tensor: Tensor, place: Tensor, moved: Callable[[Tensor], None])
 def _move(storage: torch.UntypedStorage, place: Tensor, moved: Callable[[Tensor], None]) -> None:
     # A storage of its own, which begins at `place` and keeps it alive.
     target = from_dlpack(place).untyped_storage()
-    old, new = (torch.empty(0, dtype=torch.uint8, device=place.device).set_(s) for s in (storage, target))
-    for old_piece, new_piece in zip(torch.split(old, _PIECE), torch.split(new, _PIECE), strict=True):
+    pieces = (torch.split(_bytes_of(each), _PIECE) for each in (storage, target))
+    for old_piece, new_piece in zip(*pieces, strict=True):
         new_piece.copy_(old_piece)
         moved(old_piece)
-    if place.is_cuda:  # whichever streams read and write it
-        torch.cuda.synchronize(place.device)
+    _synchronize(place.device)
     storage._swap_data_ptr_(target)  # type: ignore[attr-defined]
+
+
+class SetAside:
+    """The bytes of a tensor's storage in the host's memory, while its device has none for them."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage = tensor.untyped_storage()
+        _synchronize(tensor.device)
+        self._bytes = _bytes_of(self._storage).to("cpu", copy=True)
+        self._storage.resize_(0)
+
+    def move_to(self, place: Tensor) -> None:
+        """Lets the storage, and every tensor that aliases it, lie in ``place``, as :func:`move_storage` does."""
+        target = from_dlpack(place).untyped_storage()
+        _bytes_of(target).copy_(self._bytes)
+        _synchronize(place.device)
+        self._storage._swap_data_ptr_(target)  # type: ignore[attr-defined]
+
+    def put_back(self) -> None:
+        """Gives the storage memory of its own again."""
+        self._storage.resize_(self._bytes.numel())
+        _bytes_of(self._storage).copy_(self._bytes)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _synchronize(device: torch.device) -> None:
+    """Waits for whichever streams read and write on a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 @contextmanager

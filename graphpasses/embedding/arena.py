@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import sys
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor, fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from graphpasses._torch.storage import is_movable, move_storage
+from graphpasses._torch.storage import SetAside, is_movable, move_storage
 from graphpasses.errors import ArenaError
 from graphpasses.graph import DynamoGraph
 
@@ -61,7 +64,7 @@ class Arena:
         """Returns the arena that holds ``tensors``; moves them into a new one unless they lie in one.
 
         They do not overlap. On the CPU old memory is freed piece by piece while it moves, so that nothing lies twice;
-        on a GPU all lies twice until it has moved.
+        on a GPU all lies twice until it has moved, or waits in the host's memory where the GPU has too little.
         """
         arenas = {id(flat): flat for flat in map(cls.containing, tensors)}
         if len(arenas) == 1:
@@ -88,19 +91,22 @@ class Arena:
         sizes = [tensor.untyped_storage().nbytes() // itemsize for tensor in tensors]
         step = _ALIGNMENT // itemsize
         starts = list(accumulate((-(-size // step) * step for size in sizes), initial=0))
-        # Nothing is touched before a table is copied to it, so it costs no memory yet.
-        device = tensors[0].device
-        try:
-            flat = torch.empty(starts[-1], dtype=tensors[0].dtype, device=device)
-        except torch.OutOfMemoryError as error:
+        make = partial(torch.empty, starts[-1], dtype=tensors[0].dtype, device=tensors[0].device)
+        flat, aside = _allocate(make, tensors, starts[-1] * itemsize)
+        if flat is None:
             raise ArenaError(
-                f"{', '.join(names)} move into one memory, for which {device} lacks {starts[-1] * itemsize:,} bytes "
-                "(old ones are free when all have moved); compile first, or disable the pass 'fuse-tbe'"
-            ) from error
+                f"{', '.join(names)} move into one memory, for which {tensors[0].device} lacks "
+                f"{starts[-1] * itemsize:,} bytes (old ones are free when all have moved, or wait in the host's memory if "
+                "that is free); compile first, or disable the pass 'fuse-tbe'"
+            )
         _CONTAINING[flat] = (None, 0)
         prefer_huge_pages(flat)
-        for tensor, start, size in zip(tensors, starts, sizes, strict=False):
-            move_storage(tensor, flat[start : start + size], give_back_pages)
+        for index, (tensor, start, size) in enumerate(zip(tensors, starts, sizes, strict=False)):
+            place = flat[start : start + size]
+            if aside:
+                aside[index].move_to(place)
+            else:
+                move_storage(tensor, place, give_back_pages)
             _CONTAINING[tensor] = (flat, _offset(tensor, flat))
         return cls(flat, tuple(names), tuple(_offset(tensor, flat) for tensor in tensors))
 
@@ -120,6 +126,30 @@ class Arena:
                     "and share_memory_() do so), so the compiled step would update a stale copy; load in place, or "
                     "call torch.compiler.reset() and compile again"
                 )
+
+
+def _allocate(
+    make: Callable[[], Tensor], tensors: Sequence[Tensor], num_bytes: int
+) -> tuple[Tensor | None, list[SetAside]]:
+    """Returns an arena's memory, None if it lacks; and the tables, where these wait in the host's memory for it."""
+    with suppress(torch.OutOfMemoryError):
+        return make(), []  # nothing is touched before a table is copied to it, so on a CPU it costs no memory yet
+    aside: list[SetAside] = []
+    if not _can_wait_on_host(tensors[0].device, num_bytes):
+        return None, aside
+    try:
+        aside += map(SetAside, tensors)
+        return make(), aside
+    except BaseException as error:
+        for each in aside:
+            each.put_back()
+        if not isinstance(error, torch.OutOfMemoryError):
+            raise
+        return None, []
+
+
+def _can_wait_on_host(device: torch.device, num_bytes: int) -> bool:
+    return device.type != "cpu" and os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") > num_bytes
 
 
 def _offset(tensor: Tensor, flat: Tensor) -> int:

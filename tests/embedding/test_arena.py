@@ -8,11 +8,13 @@ import io
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from graphpasses.embedding import arena as arena_module
 from graphpasses.embedding.arena import Arena, give_back_pages
 from graphpasses.errors import ArenaError
 
@@ -182,6 +184,30 @@ def test_memory_that_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", empty)
     with pytest.raises(ArenaError, match=r"^users, items move into one memory, for which cpu lacks [\d,]+ bytes"):
         Arena.of([a, b], ["users", "items"])
+
+
+@pytest.mark.parametrize("num_failures", [1, 2])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_tables_wait_on_the_host(device: str, num_failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = torch.ones(300, device=device), torch.full((5,), 2.0, device=device)
+    alias, empty, failures = a[3:], torch.empty, iter(range(num_failures))
+
+    def lacking(size: int, **options: Any) -> torch.Tensor:
+        if size > 300 and next(failures, None) is not None:
+            raise torch.OutOfMemoryError("no memory")
+        return empty(size, **options)
+
+    monkeypatch.setattr(torch, "empty", lacking)
+    monkeypatch.setattr(arena_module, "_can_wait_on_host", lambda device, num_bytes: num_bytes == 1280)
+    if num_failures == 1:
+        arena = Arena.of([a, b], ["users", "items"])
+        assert [each.data_ptr() - arena.flat.data_ptr() for each in (a, alias)] == [0, 12]
+    else:
+        with pytest.raises(ArenaError, match="lacks 1,280 bytes"):
+            Arena.of([a, b], ["users", "items"])
+    assert a.eq(1).all()
+    assert alias.eq(1).all()
+    assert b.eq(2).all()
 
 
 @pytest.mark.gpu
