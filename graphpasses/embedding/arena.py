@@ -96,7 +96,7 @@ class Arena:
         if flat is None:
             raise ArenaError(
                 f"{', '.join(names)} move into one memory, for which {tensors[0].device} lacks "
-                f"{starts[-1] * itemsize:,} bytes (old ones are free when all have moved, or wait in the host's memory if "
+                f"{starts[-1] * itemsize:,} bytes (old ones are free when all have moved, or wait in the host's, if "
                 "that is free); compile first, or disable the pass 'fuse-tbe'"
             )
         _CONTAINING[flat] = (None, 0)
