@@ -7,13 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import graphpasses as gp
 from experiments.exact_fusion.models import VOCAB, Decoder, loss_fn
-from experiments.gpu.steps import recorded_step, wait, world
+from experiments.gpu.steps import recorded_step, sharded, wait, world
 from experiments.harness.bench import time_rounds
 
 __all__ = ["exact_fusion"]
@@ -34,7 +32,8 @@ def exact_fusion(device: str, num_steps: int) -> tuple[bool, list[tuple[str, str
     found, hashes, runs = [], {}, {}
     with world(device):
         for name in (EAGER, AGAIN, CAPTURED, FUSED, CONTROL):
-            model = _decoder(device, layers, dim, length)
+            torch.manual_seed(0)
+            model: Any = sharded(Decoder(layers, dim, length).to(device), device)
             if name == CONTROL:
                 for layer in model.layers:
                     layer.compile()
@@ -65,16 +64,6 @@ def exact_fusion(device: str, num_steps: int) -> tuple[bool, list[tuple[str, str
         return True, [("eager", "does not repeat itself: bits say nothing"), *found]
     is_right = hashes[EAGER] == hashes[CAPTURED] == hashes[FUSED] and hashes[CONTROL][-1] != hashes[EAGER][-1]
     return is_right, found
-
-
-def _decoder(device: str, layers: int, dim: int, length: int) -> Decoder:
-    torch.manual_seed(0)
-    model = Decoder(layers, dim, length).to(device)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    mesh = dist.init_device_mesh(device, (1,))
-    for module in (*model.layers, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
-    return model
 
 
 def _backward(model: nn.Module, tokens: Tensor) -> None:

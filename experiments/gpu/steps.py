@@ -31,6 +31,7 @@ __all__ = [
     "parity",
     "parity_with_optimizer",
     "recorded_step",
+    "sharded",
     "wait",
     "world",
 ]
@@ -60,12 +61,17 @@ def size_on(device: str) -> tuple[int, int]:
 def build(device: str, num_layers: int | None = None) -> nn.Module:
     """Returns a GPT-like model, sharded by FSDP2: bf16 compute, fp32 reduction."""
     usual, dim = size_on(device)
-    model = transformer(num_layers or usual, dim, VOCAB).to(device)
+    return sharded(transformer(num_layers or usual, dim, VOCAB).to(device), device)
+
+
+def sharded(model: Any, device: str) -> nn.Module:
+    """Shards a model and its layers, computed in bf16, reduced in fp32; returns it."""
     mesh = dist.init_device_mesh(device, (1,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in [*model.layers, model]:
         fully_shard(module, mesh=mesh, mp_policy=policy)
-    return model
+    whole: nn.Module = model
+    return whole
 
 
 def batches(device: str, num: int) -> list[Tensor]:

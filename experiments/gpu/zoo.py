@@ -46,7 +46,7 @@ def _judge_all(device: str, num_steps: int, *, fused: bool) -> tuple[bool, list[
     with ProcessPoolExecutor(_WORKERS, mp_context=spawn) as pool:
         rows = list(pool.map(_judge, *zip(*jobs, strict=True)))
     found = [(name, text) for (name, *_), (_, text) in zip(jobs, rows, strict=True)]
-    num_equal = sum(text.startswith("equal") for _, text in rows)
+    num_equal = sum(text == "equal" for _, text in rows)
     return all(is_right for is_right, _ in rows), [("equal in both dtypes", f"{num_equal} of {len(rows)}"), *found]
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from graphpasses._torch import pytree
 from graphpasses._torch.operator_facts import read_tensors
 
 _PIECE = 32 << 20  # bytes
+T = TypeVar("T")
 
 
 def addresses(value: Any) -> Iterator[int]:
@@ -67,16 +68,32 @@ def move_storage(tensor: Tensor, place: Tensor, moved: Callable[[Tensor], None])
     ``place`` has as many bytes: 1-D, contiguous, without gradient, on the same device. ``moved`` gets each piece of
     the old memory, as bytes, when nothing reads it any more.
     """
+    storage = tensor.untyped_storage()
     _synchronize(place.device)
-    # In a thread, which no signal reaches: an interrupted move would leave a part of the table in each place.
+    _uninterrupted(lambda: _move(storage, _bytes_of(storage), place, moved))
+
+
+def move_by_host(
+    tensors: Sequence[Tensor], make: Callable[[], Tensor], places: Callable[[Tensor], Iterable[Tensor]]
+) -> Tensor | None:
+    """Moves storages as :func:`move_storage` does, into what ``make`` returns while they wait in the host's memory.
+
+    ``places`` returns where in it each goes. Returns what was made; None if memory lacks, and all lies where it lay.
+    """
+    _synchronize(tensors[0].device)
+    return _uninterrupted(lambda: _move_by_host([each.untyped_storage() for each in tensors], make, places))
+
+
+def _uninterrupted(work: Callable[[], T]) -> T:
+    """Runs in a thread, which no signal reaches: an interrupted move would leave a part of a table in each place."""
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(_move, tensor.untyped_storage(), place, moved).result()
+        return thread.submit(work).result()
 
 
-def _move(storage: torch.UntypedStorage, place: Tensor, moved: Callable[[Tensor], None]) -> None:
+def _move(storage: torch.UntypedStorage, source: Tensor, place: Tensor, moved: Callable[[Tensor], object]) -> None:
     # A storage of its own, which begins at `place` and keeps it alive.
     target = from_dlpack(place).untyped_storage()
-    pieces = (torch.split(_bytes_of(each), _PIECE) for each in (storage, target))
+    pieces = (torch.split(each, _PIECE) for each in (source, _bytes_of(target)))
     for old_piece, new_piece in zip(*pieces, strict=True):
         new_piece.copy_(old_piece)
         moved(old_piece)
@@ -84,26 +101,26 @@ def _move(storage: torch.UntypedStorage, place: Tensor, moved: Callable[[Tensor]
     storage._swap_data_ptr_(target)  # type: ignore[attr-defined]
 
 
-class SetAside:
-    """The bytes of a tensor's storage in the host's memory, while its device has none for them."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._storage = tensor.untyped_storage()
-        _synchronize(tensor.device)
-        self._bytes = _bytes_of(self._storage).to("cpu", copy=True)
-        self._storage.resize_(0)
-
-    def move_to(self, place: Tensor) -> None:
-        """Lets the storage, and every tensor that aliases it, lie in ``place``, as :func:`move_storage` does."""
-        target = from_dlpack(place).untyped_storage()
-        _bytes_of(target).copy_(self._bytes)
-        _synchronize(place.device)
-        self._storage._swap_data_ptr_(target)  # type: ignore[attr-defined]
-
-    def put_back(self) -> None:
-        """Gives the storage memory of its own again."""
-        self._storage.resize_(self._bytes.numel())
-        _bytes_of(self._storage).copy_(self._bytes)
+def _move_by_host(
+    storages: Sequence[torch.UntypedStorage], make: Callable[[], Tensor], places: Callable[[Tensor], Iterable[Tensor]]
+) -> Tensor | None:
+    aside: list[Tensor] = []
+    made: Tensor | None = None
+    try:
+        for storage in storages:
+            aside.append(_bytes_of(storage).to("cpu", copy=True))
+            storage.resize_(0)
+        with suppress(torch.OutOfMemoryError):
+            made = make()
+    finally:
+        if made is None:
+            for storage, saved in zip(storages, aside, strict=False):
+                storage.resize_(saved.numel())
+                _bytes_of(storage).copy_(saved)
+    if made is not None:
+        for storage, saved, place in zip(storages, aside, places(made), strict=True):
+            _move(storage, saved, place, lambda piece: None)
+    return made
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

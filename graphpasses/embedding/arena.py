@@ -6,7 +6,7 @@ import ctypes
 import mmap
 import os
 import sys
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from graphpasses._torch.storage import SetAside, is_movable, move_storage
+from graphpasses._torch.storage import is_movable, move_by_host, move_storage
 from graphpasses.errors import ArenaError
 from graphpasses.graph import DynamoGraph
 
@@ -92,22 +92,28 @@ class Arena:
         step = _ALIGNMENT // itemsize
         starts = list(accumulate((-(-size // step) * step for size in sizes), initial=0))
         make = partial(torch.empty, starts[-1], dtype=tensors[0].dtype, device=tensors[0].device)
-        flat, aside = _allocate(make, tensors, starts[-1] * itemsize)
+
+        def places(flat: Tensor) -> list[Tensor]:
+            return [flat[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+
+        flat: Tensor | None = None
+        with suppress(torch.OutOfMemoryError):
+            flat = make()  # nothing is touched before a table is copied to it, so on a CPU it costs no memory yet
+        if flat is not None:
+            prefer_huge_pages(flat)
+            for tensor, place in zip(tensors, places(flat), strict=True):
+                move_storage(tensor, place, give_back_pages)
+                _note(flat, tensor)
+        elif _can_wait_on_host(tensors[0].device, starts[-1] * itemsize):
+            flat = move_by_host(tensors, make, places)
+            if flat is not None:
+                _note(flat, *tensors)
         if flat is None:
             raise ArenaError(
                 f"{', '.join(names)} move into one memory, for which {tensors[0].device} lacks "
                 f"{starts[-1] * itemsize:,} bytes (old ones are free when all have moved, or wait in the host's, if "
                 "that is free); compile first, or disable the pass 'fuse-tbe'"
             )
-        _CONTAINING[flat] = (None, 0)
-        prefer_huge_pages(flat)
-        for index, (tensor, start, size) in enumerate(zip(tensors, starts, sizes, strict=False)):
-            place = flat[start : start + size]
-            if aside:
-                aside[index].move_to(place)
-            else:
-                move_storage(tensor, place, give_back_pages)
-            _CONTAINING[tensor] = (flat, _offset(tensor, flat))
         return cls(flat, tuple(names), tuple(_offset(tensor, flat) for tensor in tensors))
 
     def check_inputs(self, graph: DynamoGraph, nodes: Iterable[fx.Node]) -> None:
@@ -128,24 +134,11 @@ class Arena:
                 )
 
 
-def _allocate(
-    make: Callable[[], Tensor], tensors: Sequence[Tensor], num_bytes: int
-) -> tuple[Tensor | None, list[SetAside]]:
-    """Returns an arena's memory, None if it lacks; and the tables, where these wait in the host's memory for it."""
-    with suppress(torch.OutOfMemoryError):
-        return make(), []  # nothing is touched before a table is copied to it, so on a CPU it costs no memory yet
-    aside: list[SetAside] = []
-    if not _can_wait_on_host(tensors[0].device, num_bytes):
-        return None, aside
-    try:
-        aside += map(SetAside, tensors)
-        return make(), aside
-    except BaseException as error:
-        for each in aside:
-            each.put_back()
-        if not isinstance(error, torch.OutOfMemoryError):
-            raise
-        return None, []
+def _note(flat: Tensor, *tensors: Tensor) -> None:
+    """Notes that tensors lie in an arena's memory."""
+    _CONTAINING[flat] = (None, 0)
+    for tensor in tensors:
+        _CONTAINING[tensor] = (flat, _offset(tensor, flat))
 
 
 def _can_wait_on_host(device: torch.device, num_bytes: int) -> bool:

@@ -173,6 +173,7 @@ def measured_functions() -> list[Function]:
     return [
         (target, dtype, device)
         for device, functions in MEASURED.items()
+        if device in _DEVICES
         for target in functions
         for dtype in sorted(LOW, key=str)
         + [torch.float32] * (device == "cuda" and len(schemas(target)[0].arguments) == 1)
