@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import rebind_unbacked
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphpasses._torch.fake_mode import fake_call, fake_mode_of, is_fake, outside_tracing
+from graphpasses._torch.gloo import ALL_GATHER
 from graphpasses._torch.schemas import given_arguments, schemas, writes_arguments
 from graphpasses._torch.storage import memories, times_written
 from graphpasses.ops.reduce_in_tree import ALL_REDUCE_IN_TREE, REDUCE_SCATTER_IN_TREE
@@ -40,7 +41,7 @@ SAME_TENSOR_OPS = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias
 """What gives a tensor another name; where a trace of torch 2.13 has ``detach``, later ones have ``alias``."""
 
 _COLLECTIVES = (
-    torch.ops._c10d_functional.all_gather_into_tensor.default,
+    ALL_GATHER,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_reduce.default,
     ALL_TO_ALL,

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from graphpasses._torch.gloo import ALL_GATHER
 from graphpasses._torch.group_ranks import named_group
 from graphpasses._torch.process_group import finish_when_waited
 from graphpasses.ops.define import define_operator
@@ -113,7 +114,7 @@ def _launch_all_reduce(tensor: Tensor, op: str, group: str) -> Tensor:
     result = tensor.new_empty(tensor.shape, dtype=launched.reduced.dtype)
 
     def finish() -> None:
-        gathered = c10d.wait_tensor(c10d.all_gather_into_tensor(launched.finish(), num_ranks, group))
+        gathered = c10d.wait_tensor(ALL_GATHER(launched.finish(), num_ranks, group))
         result.copy_(gathered[:numel].view(tensor.shape))
 
     return finish_when_waited(result, finish)
