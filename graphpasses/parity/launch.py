@@ -170,7 +170,8 @@ def _how_it_ended(process: BaseProcess, stacks: Path) -> str:
     name = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
     blocks = stacks.read_text().split("\n\n") if stacks.exists() else []
     text = "\n\n".join(block for block in blocks if "<no Python frame>" not in block)
-    return f"died without a traceback ({name})" + (f":\n{text}" if text else "")
+    where = "" if not text or "Current thread" in text else " in a thread that runs no Python, such as gloo's"
+    return f"died without a traceback ({name}{where})" + (f":\n{text}" if text else "")
 
 
 def _collect(receivers: list[Connection], processes: Sequence[BaseProcess], store: str, timeout: float) -> list[Any]:

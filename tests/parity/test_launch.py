@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -142,9 +144,19 @@ def end_by_signal() -> None:
     time.sleep(60)
 
 
+def end_beside_python() -> None:
+    if dist.get_rank() == 1:
+        libc = ctypes.CDLL(None)
+        libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, ctypes.cast(libc.abort, ctypes.c_void_p), None)
+    time.sleep(60)
+
+
 @pytest.mark.multiprocess
-def test_a_rank_that_a_signal_ends_says_where() -> None:
-    with pytest.raises(RankError, match=r"rank 1 died without a traceback \(SIGABRT\):") as error:
-        run_ranks(end_by_signal, 2)
-    assert "in end_by_signal" in str(error.value)
+@pytest.mark.parametrize(
+    ("end", "where"), [(end_by_signal, ""), (end_beside_python, " in a thread that runs no Python, such as gloo's")]
+)
+def test_a_rank_that_a_signal_ends_says_where(end: Callable[[], None], where: str) -> None:
+    with pytest.raises(RankError, match=rf"rank 1 died without a traceback \(SIGABRT{where}\):") as error:
+        run_ranks(end, 2)
+    assert f"in {end.__name__}" in str(error.value)
     assert "no Python frame" not in str(error.value)
