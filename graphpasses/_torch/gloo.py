@@ -27,7 +27,7 @@ def _takes_gloo(group: Any) -> bool:
 def _all_gather_into_tensor(tensor: torch.Tensor, group_size: int, group_name: Any) -> torch.Tensor:
     collectives = torch.ops._c10d_functional
     with torch._C._AutoDispatchBelowAutograd():
-        if _takes_gloo(group_name):
+        if tensor.dim() and _takes_gloo(group_name):
             gathered = tensor.new_empty((group_size * tensor.shape[0], *tensor.shape[1:]))
             return collectives.all_gather_into_tensor_out(tensor, group_size, group_name, out=gathered)  # type: ignore
         return collectives.all_gather_into_tensor_coalesced([tensor], group_size, group_name)[0]  # type: ignore
