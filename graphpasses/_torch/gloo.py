@@ -37,5 +37,5 @@ def _all_gather_into_tensor(tensor: torch.Tensor, group_size: int, group_name: A
 # (ProcessGroupGloo::runLoop). A name of more than 15 letters has memory, which both may free: the heap is corrupted.
 # The functional all-gather is ALLGATHER_COALESCED, unless it is given its result: then it is the call of eager FSDP2.
 # Two ranks of plain torch that launch four at a time end within 40 seconds. Seen with torch 2.13, 2.14 and 2.15.
-_CPU = torch.library.Library("_c10d_functional", "IMPL", "CPU")
-_CPU.impl("all_gather_into_tensor", _all_gather_into_tensor)
+_kernels: Any = torch.library.Library("_c10d_functional", "IMPL", "CPU")  # type: ignore[no-untyped-call]
+_kernels.impl("all_gather_into_tensor", _all_gather_into_tensor)
