@@ -168,7 +168,7 @@ def _gaps_of_runs(a: Run, b: Run) -> Iterator[Gap]:
         what = "each rank's loss is not compared, weights and gradients are"
         yield Gap("ranks", f"the runs have {x.world_size} and {y.world_size} ranks: {what}")
     if x.topology != y.topology and x.topology and y.topology:
-        one, two = dict(x.topology), dict(y.topology)
+        one, two = ({"cluster": h.topology} if not isinstance(h.topology, dict) else h.topology for h in (x, y))
         names = [name for name in {**one, **two} if one.get(name) != two.get(name)]
         unlike = "; ".join(f"{name}: {one.get(name)} and {two.get(name)}" for name in names)
         yield Gap("topology", f"the runs' clusters differ ({unlike}): sums may be others")

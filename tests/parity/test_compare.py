@@ -153,6 +153,11 @@ NO_GRADIENTS = {"a": None, "b": None, "frozen": None}
             run_of(*STEPS, topology={"nodes": 2}),
             "the runs' clusters differ (nodes: 1 and 2): sums may be others",
         ),
+        (
+            "topology",
+            run_of(*STEPS, topology="2 x DGX"),
+            "the runs' clusters differ (nodes: 1 and None; cluster: None and 2 x DGX): sums may be others",
+        ),
         ("steps", run_of(*STEPS, complete=False), "run B was cut short: it has 3 steps, 0 to 2"),
         ("steps", run_of(*STEPS[:2]), "1 steps of run A are not in the other"),
         ("steps", run_of(*STEPS, step(3), step(4)), "2 steps of run B are not in the other"),
