@@ -123,6 +123,7 @@ def batch(step, rank):
             "'task.py' does not define shard(), loss_fn(); a task has ",
         ),
         ("import no_such_module", "cannot import 'task.py': No module named 'no_such_module'"),
+        ("def model(:", "cannot import 'task.py': invalid syntax (task.py, line 1)"),
     ],
 )
 def test_a_task_that_is_none(task: Path, source: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
