@@ -21,7 +21,7 @@ from graphpasses.fsdp.layout import Layout
 from graphpasses.graph.pass_report import PipelineReport
 from graphpasses.identity import unwrapped_name
 from graphpasses.parity import run_file
-from graphpasses.parity.hashing import named_gradients, named_weights, tensor_hashes
+from graphpasses.parity.hashing import named_gradients, named_optimizer_state, named_weights, tensor_hashes
 from graphpasses.parity.record_operators import OperatorFile
 
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -182,6 +182,8 @@ class ParityRecorder:
         loss: Tensor | float | None,
         model: nn.Module | Mapping[str, Tensor],
         gradients: Mapping[str, Tensor | None] | None = None,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         """Hashes the model and its gradients as they are now, and writes the step's line.
 
@@ -193,6 +195,8 @@ class ParityRecorder:
             loss: one element; a plain tensor is each rank's own loss and all are kept. None if there is none.
             model: the module, sharded or not; or what to hash as its weights, by name.
             gradients: gradient of each parameter, by FQN (default: the ``.grad`` of a module's parameters).
+            optimizer: its state is recorded, too, beside the weights of the module; without it another state shows
+                in the weights of the next step alone.
 
         Raises:
             RunFileError: on all ranks; ``step`` does not ascend, the disk is full, JSON cannot take the step, ranks
@@ -209,7 +213,13 @@ class ParityRecorder:
         # One call, hence one all-reduce, for both; a FQN cannot start with these marks.
         if gradients is None:
             gradients = named_gradients(model) if isinstance(model, nn.Module) else {}
-        state = named_weights(model) if isinstance(model, nn.Module) else model
+        state: Mapping[str, Tensor] = named_weights(model) if isinstance(model, nn.Module) else model
+        if optimizer is not None:
+            if not isinstance(model, nn.Module):
+                raise UnsupportedError(
+                    "optimizer= needs the module as model; of tensors by name, add its state to them"
+                )
+            state = {**state, **named_optimizer_state(model, optimizer)}
         both: dict[str, Tensor | None] = {f"weight of {n}": t for n, t in state.items()}
         both |= {f"gradient of {n}": t for n, t in gradients.items()}
         per_rank = {f"{kind} of {name}" for kind in ("weight", "gradient") for name in self._per_rank}

@@ -94,7 +94,7 @@ def meaning(divergence: Divergence) -> str:
     text = _MEANING[divergence.first, divergence.loss is not None, divergence.gradients is not None]
     parameters = divergence.a.gradients.keys() | divergence.b.gradients.keys()
     if divergence.first == "weights" and parameters and parameters.isdisjoint(divergence.weights):
-        return f"{text.partition(':')[0]}: no parameter differs, but buffers, which the forward pass writes"
+        return f"{text.partition(':')[0]}: no parameter differs, but buffers or the optimizer's state"
     return text
 
 

@@ -241,7 +241,7 @@ def test_losses_alone_of_other_world_sizes_are_not_called_equal() -> None:
     [
         (
             {"weights": {**STEPS[0].weights, "mean": "other"}},
-            "losses and gradients are equal: no parameter differs, but buffers, which the forward pass writes",
+            "losses and gradients are equal: no parameter differs, but buffers or the optimizer's state",
         ),
         (
             {"weights": {**STEPS[0].weights, "mean": "", "a": "other"}},
