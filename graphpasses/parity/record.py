@@ -144,7 +144,7 @@ class ParityRecorder:
                 self._path.unlink(missing_ok=True)
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:
-            return f"'{self._path}' exists already; remove it, or pass overwrite=True to replace it"
+            return f"'{self._path}' exists already; name another file, or pass overwrite=True to replace it"
         except OSError as error:
             return f"cannot write '{self._path}': {error.strerror}"
         self._write(lambda: header)
@@ -323,7 +323,7 @@ def _loss_of_rank(loss: Tensor | float) -> run_file.Loss:
     size = loss.element_size()
     if loss.numel() != 1 or size not in _WORDS:
         raise UnsupportedError(f"cannot record a loss of shape {list(loss.shape)} and dtype {loss.dtype}")
-    word = loss.reshape(1).view(_WORDS[size]).item() & ((1 << 8 * size) - 1)
+    word = int(loss.reshape(1).view(_WORDS[size]).item()) & ((1 << 8 * size) - 1)
     return run_file.Loss(str(loss.dtype).removeprefix("torch."), (f"{word:0{2 * size}x}",), (repr(loss.item()),))
 
 

@@ -124,7 +124,7 @@ def test_an_existing_run_is_kept(path: Path) -> None:
     before = path.read_bytes()
     with pytest.raises(RunFileError) as error:
         record(path)
-    assert str(error.value) == f"'{path}' exists already; remove it, or pass overwrite=True to replace it"
+    assert str(error.value) == f"'{path}' exists already; name another file, or pass overwrite=True to replace it"
     assert path.read_bytes() == before
     record(path, num_steps=1, overwrite=True)
     assert len(read_run(path).steps) == 1
