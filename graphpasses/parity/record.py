@@ -88,6 +88,7 @@ class ParityRecorder:
         self._group = group
         self._per_rank = frozenset(map(unwrapped_name, per_rank))
         self._file: int | None = None
+        self._is_closed = False
         self._failure: str | None = None
         self._last_step: int | None = None
         self._num_steps = 0
@@ -152,6 +153,8 @@ class ParityRecorder:
 
     def _write(self, make_line: Callable[[], bytes]) -> None:
         """Appends a line on rank 0, if all went well so far; what goes wrong is kept for :meth:`_raise_together`."""
+        if self._is_closed:
+            raise RunFileError(f"'{self._path}' is closed, and nothing is added to it; record inside the with block")
         if self._file is None or self._failure is not None:
             return
         try:
@@ -200,7 +203,8 @@ class ParityRecorder:
 
         Raises:
             RunFileError: on all ranks; ``step`` does not ascend, the disk is full, JSON cannot take the step, ranks
-                record other steps or losses of other dtypes, or the recorder was made before the process group.
+                record other steps or losses of other dtypes, or the recorder was made before the process group, or
+                is closed.
             UnsupportedError: the loss has more than one element, or is a DTensor that is not replicated;
                 and see :func:`graphpasses.parity.tensor_hashes`.
             ReplicaMismatchError: see :func:`graphpasses.parity.tensor_hashes`.
@@ -293,10 +297,11 @@ class ParityRecorder:
         Raises:
             RunFileError: on rank 0; the disk is full.
         """
+        if complete and not self._is_closed:
+            self._write(lambda: run_file.end_line(self._num_steps))
+        self._is_closed = True
         if self._file is None:  # not rank 0, or closed already
             return
-        if complete:
-            self._write(lambda: run_file.end_line(self._num_steps))
         os.close(self._file)
         self._file = None
         if complete and self._failure is not None:

@@ -85,6 +85,16 @@ def test_a_loss_of_several_elements_is_refused(path: Path) -> None:
     assert str(error.value) == "cannot record a loss of shape [2] and dtype torch.float32"
 
 
+def test_what_follows_the_with_block_is_not_lost_without_a_word(path: Path) -> None:
+    with ParityRecorder(path) as recorder:
+        recorder.record(0, 1.0, {})
+    recorder.close()
+    for late in (lambda: recorder.record(1, 1.0, {}), lambda: recorder.record_layouts(LAYOUT)):
+        with pytest.raises(RunFileError, match=f"'{path}' is closed, and nothing is added to it; record inside the"):
+            late()
+    assert read_run(path).complete
+
+
 def test_steps_must_ascend(path: Path) -> None:
     with ParityRecorder(path) as recorder:
         recorder.record(3, None, nn.Linear(1, 1))
