@@ -135,18 +135,26 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         data = path.read_bytes()
     except OSError as error:
         raise RunFileError(f"cannot read '{path}': {error.strerror}") from None
-    header = _read_header(path, data)
+    if not data:
+        raise RunFileError(f"'{path}' is empty: the run was ended before it wrote anything")
+    if not data.startswith(_MAGIC[: len(data)]):
+        raise RunFileError(f"'{path}' is no graphpasses run: its first line is not a run's header")
     # What follows the last line break is a line that was being written when the run was killed.
     *lines, rest = data.split(b"\n")
+    header: RunHeader | None = None
     steps: list[StepRecord] = []
     passes: Mapping[str, PipelineReport] = {}
     ended = False
-    for number, line in enumerate(lines[1:], start=2):
+    for number, line in enumerate(lines, start=1):
         try:
             if ended:
                 raise ValueError("it follows the line that ends the run")
             record = _parse(line)
-            if "end" in record:
+            if header is None:
+                if record["version"] != FORMAT_VERSION:
+                    break
+                header = _header_from(record)
+            elif "end" in record:
                 ended = True
                 if record["num_steps"] != len(steps):
                     raise ValueError(f"the run ended after {record['num_steps']} steps, the file has {len(steps)}")
@@ -161,31 +169,16 @@ def read_run(path: str | os.PathLike[str]) -> Run:
                 steps.append(step)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunFileError(f"'{path}' is damaged in line {number}: {_reason(error)}") from None
+    if not lines:
+        raise RunFileError(f"'{path}' is cut in its first line: the run was ended while it wrote its header")
+    if header is None:
+        raise RunFileError(
+            f"'{path}' has run format version {record['version']}, this graphpasses reads version {FORMAT_VERSION}: "
+            "read it with the release that wrote it, or record it again"
+        )
     if ended and rest:
         raise RunFileError(f"'{path}' is damaged in line {len(lines) + 1}: it follows the line that ends the run")
     return Run(path, header, tuple(steps), ended, passes)
-
-
-def _read_header(path: Path, data: bytes) -> RunHeader:
-    if not data:
-        raise RunFileError(f"'{path}' is empty: the run was ended before it wrote anything")
-    if not data.startswith(_MAGIC[: len(data)]):
-        raise RunFileError(f"'{path}' is no graphpasses run: its first line is not a run's header")
-    line, line_break, _ = data.partition(b"\n")
-    if not line_break:
-        raise RunFileError(f"'{path}' is cut in its first line: the run was ended while it wrote its header")
-    try:
-        header = _parse(line)
-        if header["version"] != FORMAT_VERSION:
-            raise RunFileError(
-                f"'{path}' has run format version {header['version']}, this graphpasses reads version "
-                f"{FORMAT_VERSION}: read it with the release that wrote it, or record it again"
-            )
-        return _header_from(header)
-    except RunFileError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunFileError(f"'{path}' is damaged in line 1: {_reason(error)}") from None
 
 
 def _header_from(record: dict[str, JSON]) -> RunHeader:
