@@ -132,6 +132,13 @@ def test_a_task_that_is_none(task: Path, source: str, message: str, capsys: pyte
     assert capsys.readouterr().err.startswith(f"graphpasses: {message}")
 
 
+@pytest.mark.parametrize("command", ["parity", "locate"])
+def test_a_folder_that_cannot_be_made(task: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--ranks", "2", "--gpus-per-node", "2", "--steps", "1", "--out"]
+    assert app.main([command, "task.py", *options, "task.py/x"]) == 2
+    assert capsys.readouterr().err == "graphpasses: cannot use 'task.py/x': Not a directory\n"
+
+
 def test_what_fails_on_a_rank(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
     task.write_text(f"{TASK}\ndef batch(step, rank):\n    raise IndexError('out of data')\n")
     assert app.main(["parity", "task.py", "--ranks", "2"]) == 2
