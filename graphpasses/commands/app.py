@@ -68,6 +68,11 @@ def _run(argv: Sequence[str] | None) -> int:
     except GraphPassesError as error:
         print(f"graphpasses: {error}", file=sys.stderr)
         return EXIT_TROUBLE
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"graphpasses: cannot use '{error.filename}': {error.strerror}", file=sys.stderr)
+        return EXIT_TROUBLE
     except SystemExit as exit_request:  # tyro's, after --help (0) or wrong usage (2)
         return int(exit_request.code or 0)
     assert isinstance(code, int)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -68,11 +69,11 @@ class ClusterOptions:
         options = {**known_fields(run, num_ranks), **given}
         hardware = given_of("nccl_version", "compute_capability", "intra_bandwidth", "inter_bandwidth")
         options["hardware"] = replace(options.get("hardware", Hardware()), **hardware)
-        variables = dict(each.partition("=")[::2] for each in self.env)
+        variables = named_values("--env", self.env, "NCCL_ALGO=allreduce:tree NCCL_MIN_NCHANNELS=32")
         if unknown := sorted(variables.keys() - VARIABLES):
             raise TopologyError(f"--env does not know {unknown[0]}; it knows {', '.join(sorted(VARIABLES))}")
         if self.nccl_log is None:
-            ranks = self.ranks or num_ranks
+            ranks = num_ranks if self.ranks is None else self.ranks
             return with_environment(Topology(ranks, **{"gpus_per_node": math.gcd(8, ranks), **options}), variables)
         if clash := sorted(given.keys() & {"mode", "num_channels"}):
             raise TopologyError(f"a log gives the rings and channels; leave --{clash[0].replace('_', '-')} out")
@@ -87,6 +88,16 @@ class ClusterOptions:
             raise TopologyError(f"'{self.nccl_log}' has {topology.num_ranks} ranks, --ranks says {self.ranks}")
         gpus_per_node = options.get("gpus_per_node", math.gcd(8, topology.num_ranks))
         return with_environment(replace(topology, gpus_per_node=gpus_per_node), variables)
+
+
+def named_values(option: str, words: Sequence[str], example: str) -> dict[str, str]:
+    """Returns the values of an option that takes words NAME=VALUE."""
+    found = dict(each.partition("=")[::2] for each in words)
+    if len(found) < len(words) or not all("=" in each[1:] for each in words):
+        raise TopologyError(
+            f"{option} is {' '.join(words)!r}; write NAME=VALUE, each name once, as in {option} {example}"
+        )
+    return found
 
 
 def known_fields(run: object, num_ranks: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from graphpasses.commands.cluster_options import DEFAULT_CLUSTER, ClusterOptions, describe
+from graphpasses.commands.cluster_options import DEFAULT_CLUSTER, ClusterOptions, describe, named_values
 from graphpasses.commands.exit_codes import EXIT_DIFFERENT, EXIT_EQUAL, EXIT_OF, EXIT_OK
 from graphpasses.errors import RunFileError, TopologyError
 
@@ -209,8 +209,8 @@ def drift(
     from graphpasses.simulate import find_drift
 
     recorded, layout = _read(run)
-    axes = dict(each.partition("=")[::2] for each in mesh)
-    if wrong := [name for name, size in axes.items() if not name or not size.isdigit() or int(size) < 1]:
+    axes = named_values("--mesh", mesh, "dp=8 tp=5")
+    if wrong := [name for name, size in axes.items() if not size.isdecimal() or int(size) < 1]:
         raise TopologyError(f"--mesh has {wrong[0]!r} without a size; write it as in --mesh dp=8 tp=5")
     topology = cluster.topology(recorded.header.topology, recorded.header.world_size)
     found = find_drift(layout, topology, {name: int(size) for name, size in axes.items()})

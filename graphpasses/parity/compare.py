@@ -44,7 +44,8 @@ class StepDifference:
 class Divergence(StepDifference):
     """The first step in which two runs differ."""
 
-    losses: tuple[Loss, Loss] | None  # each run's, if both recorded any
+    a: StepRecord  # what each run recorded of it
+    b: StepRecord
     # Where the layouts put the differing parameters' gradients, if the places differ; empty without layouts.
     moves: tuple[Move, ...]
 
@@ -52,6 +53,11 @@ class Divergence(StepDifference):
     def first(self) -> Literal["loss", "gradients", "weights"]:
         """What differs first, in the order in which a step computes the loss, the gradients and the weights."""
         return "loss" if self.loss else "gradients" if self.gradients else "weights"
+
+    @property
+    def losses(self) -> tuple[Loss, Loss] | None:
+        """Each run's, if both recorded any."""
+        return (self.a.loss, self.b.loss) if self.a.loss and self.b.loss else None
 
 
 @dataclass(frozen=True)
@@ -117,12 +123,14 @@ def compare_runs(a: Run, b: Run, *, allow: Collection[str] = ()) -> Comparison:
     gaps += _gaps_of_steps(common)
     divergence = None
     for x, y in common:
-        if not ((x.loss and y.loss) or _both_have_gradients(x, y) or x.weights.keys() & y.weights.keys()):
-            raise CompareError(f"step {x.step} has neither loss nor gradients nor weights that both runs recorded")
-        if divergence is None and (difference := _difference(x, y, _same_ranks(a, b))):
-            losses = (x.loss, y.loss) if x.loss and y.loss else None
+        difference = _difference(x, y, _same_ranks(a, b))
+        if difference.loss is None and difference.gradients is None and not x.weights.keys() & y.weights.keys():
+            raise CompareError(
+                f"step {x.step} has neither losses of as many ranks nor gradients nor weights that both runs recorded"
+            )
+        if divergence is None and difference:
             moves = _moves(difference, a.header.layouts, b.header.layouts)
-            divergence = Divergence(**vars(difference), losses=losses, moves=moves)
+            divergence = Divergence(**vars(difference), a=x, b=y, moves=moves)
     notes = [gap.text for gap in gaps if gap.kind in allow]
     if (a.header.layouts is None) != (b.header.layouts is None):
         notes.append(f"only run {'B' if a.header.layouts is None else 'A'} recorded its bucket layouts")
@@ -160,7 +168,7 @@ def _gaps_of_runs(a: Run, b: Run) -> Iterator[Gap]:
         what = "each rank's loss is not compared, weights and gradients are"
         yield Gap("ranks", f"the runs have {x.world_size} and {y.world_size} ranks: {what}")
     if x.topology != y.topology and x.topology and y.topology:
-        one, two = dict(x.topology), dict(y.topology)
+        one, two = ({"cluster": h.topology} if not isinstance(h.topology, dict) else h.topology for h in (x, y))
         names = [name for name in {**one, **two} if one.get(name) != two.get(name)]
         unlike = "; ".join(f"{name}: {one.get(name)} and {two.get(name)}" for name in names)
         yield Gap("topology", f"the runs' clusters differ ({unlike}): sums may be others")
@@ -209,7 +217,8 @@ def _both_have_gradients(x: StepRecord, y: StepRecord) -> bool:
 
 
 def _difference(x: StepRecord, y: StepRecord, same_ranks: bool) -> StepDifference:
-    gradients = _differing(x.gradients, y.gradients) if _both_have_gradients(x, y) else None
+    is_compared = _both_have_gradients(x, y) and x.gradients.keys() & y.gradients.keys()
+    gradients = _differing(x.gradients, y.gradients) if is_compared else None
     loss = (x.loss.dtype, x.loss.bits) != (y.loss.dtype, y.loss.bits) if x.loss and y.loss and same_ranks else None
     return StepDifference(x.step, loss, gradients, _differing(x.weights, y.weights))
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphpasses._torch.fsdp2 import named_sharded_parameters
+from graphpasses._torch.pytree import tree_leaves
 from graphpasses.identity import unwrapped_name
 from graphpasses.parity._lanes import MASK, lanes_of_each
 from graphpasses.parity._local_part import (
@@ -152,6 +153,17 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 def named_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """Returns what :func:`gradient_hashes` hashes, under the names that checkpoints have."""
     return _as_in_checkpoints((name, parameter.grad) for name, parameter in named_sharded_parameters(model))
+
+
+def named_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Returns what an optimizer keeps of a model's parameters, numbers too, by what it is and checkpoints' names."""
+    return {
+        f"optimizer's {key}{index or ''} of {name}": torch.as_tensor(value)
+        for name, parameter in _as_in_checkpoints(named_sharded_parameters(model)).items()
+        for key, values in optimizer.state.get(parameter, {}).items()
+        for index, value in enumerate(tree_leaves(values))
+        if isinstance(value, Tensor | int | float)
+    }
 
 
 def _as_in_checkpoints(named: Iterable[tuple[str, T]]) -> dict[str, T]:

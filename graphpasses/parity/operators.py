@@ -30,8 +30,7 @@ class OperatorStep:
 
 def operator_file(path: str | os.PathLike[str], rank: int) -> Path:
     """Returns where a rank's operators lie beside a run file."""
-    path = Path(path)
-    return path.with_suffix(".operators") / f"rank-{rank}.jsonl"
+    return Path(f"{os.fspath(path)}.operators") / f"rank-{rank}.jsonl"
 
 
 def header_line(torch: str, rank: int, world_size: int) -> bytes:

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.group_ranks import gathered
-from graphpasses.errors import RunFileError, UnsupportedError
+from graphpasses.errors import GraphPassesError, RunFileError, UnsupportedError
 from graphpasses.fsdp.layout import Layout
 from graphpasses.graph.pass_report import PipelineReport
 from graphpasses.identity import unwrapped_name
 from graphpasses.parity import run_file
-from graphpasses.parity._local_part import communication_device
-from graphpasses.parity.hashing import named_gradients, named_weights, tensor_hashes
+from graphpasses.parity.hashing import named_gradients, named_optimizer_state, named_weights, tensor_hashes
 from graphpasses.parity.record_operators import OperatorFile
 
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -77,7 +76,7 @@ class ParityRecorder:
         run: str = "",
         model: str = "",
         seed: int | Mapping[str, int] | None = None,
-        topology: Mapping[str, object] | None = None,
+        topology: object = None,
         layouts: Layout | None = None,
         overwrite: bool = False,
         per_rank: Collection[str] = (),
@@ -89,17 +88,20 @@ class ParityRecorder:
         self._group = group
         self._per_rank = frozenset(map(unwrapped_name, per_rank))
         self._file: int | None = None
+        self._is_closed = False
         self._failure: str | None = None
         self._last_step: int | None = None
         self._num_steps = 0
-        distributed = dist.is_available() and dist.is_initialized()
-        self._rank, self._world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
-        if topology is None and distributed:  # a group of nccl_sim or of run_cluster has one
+        self._rank, self._world_size = _rank_of_world()
+        if topology is None and dist.is_initialized():  # a group of nccl_sim or of run_cluster has one
             simulated = getattr(dist.group.WORLD, "topology", None)
             topology = None if simulated is None else asdict(simulated)
         named = layouts and _unwrapped(layouts)
         header = run_file.RunHeader(str(torch.__version__), self._world_size, run, model, seed, topology, named)
-        line = run_file.header_line(header)  # on all ranks, so that all raise what JSON cannot take
+        try:
+            line = run_file.header_line(header)  # on all ranks, so that all raise what cannot be read again
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise RunFileError(f"cannot write '{path}': {error}") from None
         self._raise_together(self._open(line, overwrite) if self._rank == 0 else None)
         self._operator_file = OperatorFile(self._path, self._rank, self._world_size)
         self._operator_file.remove()  # of an earlier run
@@ -108,10 +110,10 @@ class ParityRecorder:
     def operators(self, step: int, model: nn.Module, batch: Collection[Any] = ()) -> Iterator[None]:
         """Records what goes into and comes out of every operator of a block, as hashes, if the step was chosen.
 
-        Each rank writes a file of its own, ``NAME.operators/rank-N.jsonl`` beside ``NAME.jsonl``, in which
+        Each rank writes a file of its own, ``NAME.jsonl.operators/rank-N.jsonl`` beside ``NAME.jsonl``, in which
         ``graphpasses locate`` finds the first operator at which two runs differ. Recording changes nothing in how
-        eager runs. It takes about a millisecond for each operator, and the time to hash its tensors; only hashes
-        are kept.
+        eager runs. It takes about a millisecond for each operator, and the time to hash its tensors; only hashes are
+        kept.
 
         Args:
             step: its number; of the others nothing is recorded.
@@ -143,7 +145,7 @@ class ParityRecorder:
                 self._path.unlink(missing_ok=True)
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:
-            return f"'{self._path}' exists already; remove it, or pass overwrite=True to replace it"
+            return f"'{self._path}' exists already; name another file, or pass overwrite=True to replace it"
         except OSError as error:
             return f"cannot write '{self._path}': {error.strerror}"
         self._write(lambda: header)
@@ -151,6 +153,8 @@ class ParityRecorder:
 
     def _write(self, make_line: Callable[[], bytes]) -> None:
         """Appends a line on rank 0, if all went well so far; what goes wrong is kept for :meth:`_raise_together`."""
+        if self._is_closed:
+            raise RunFileError(f"'{self._path}' is closed, and nothing is added to it; record inside the with block")
         if self._file is None or self._failure is not None:
             return
         try:
@@ -181,6 +185,8 @@ class ParityRecorder:
         loss: Tensor | float | None,
         model: nn.Module | Mapping[str, Tensor],
         gradients: Mapping[str, Tensor | None] | None = None,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         """Hashes the model and its gradients as they are now, and writes the step's line.
 
@@ -192,24 +198,32 @@ class ParityRecorder:
             loss: one element; a plain tensor is each rank's own loss and all are kept. None if there is none.
             model: the module, sharded or not; or what to hash as its weights, by name.
             gradients: gradient of each parameter, by FQN (default: the ``.grad`` of a module's parameters).
+            optimizer: its state is recorded, too, beside the weights of the module; without it another state shows
+                in the weights of the next step alone.
 
         Raises:
-            RunFileError: ``step`` does not ascend; or, on all ranks, the disk is full, or JSON cannot take the step.
+            RunFileError: on all ranks; ``step`` does not ascend, the disk is full, JSON cannot take the step, ranks
+                record other steps or losses of other dtypes, or the recorder was made before the process group, or
+                is closed.
             UnsupportedError: the loss has more than one element, or is a DTensor that is not replicated;
                 and see :func:`graphpasses.parity.tensor_hashes`.
             ReplicaMismatchError: see :func:`graphpasses.parity.tensor_hashes`.
         """
-        if self._last_step is not None and step <= self._last_step:
-            raise RunFileError(f"step {step} cannot be recorded after step {self._last_step}")
+        losses = self._losses(step, loss)
         self._last_step = step
-        losses = None if loss is None else self._losses(loss)
         if step in self._operators:
             self._operator_file.add_loss(step, loss)
             self._raise_operators()
         # One call, hence one all-reduce, for both; a FQN cannot start with these marks.
         if gradients is None:
             gradients = named_gradients(model) if isinstance(model, nn.Module) else {}
-        state = named_weights(model) if isinstance(model, nn.Module) else model
+        state: Mapping[str, Tensor] = named_weights(model) if isinstance(model, nn.Module) else model
+        if optimizer is not None:
+            if not isinstance(model, nn.Module):
+                raise UnsupportedError(
+                    "optimizer= needs the module as model; of tensors by name, add its state to them"
+                )
+            state = {**state, **named_optimizer_state(model, optimizer)}
         both: dict[str, Tensor | None] = {f"weight of {n}": t for n, t in state.items()}
         both |= {f"gradient of {n}": t for n, t in gradients.items()}
         per_rank = {f"{kind} of {name}" for kind in ("weight", "gradient") for name in self._per_rank}
@@ -244,26 +258,35 @@ class ParityRecorder:
         by_graph = {"step": passes} if isinstance(passes, PipelineReport) else passes
         self._write(lambda: run_file.passes_line(by_graph))
 
-    def _losses(self, loss: Tensor | float) -> run_file.Loss:
-        if isinstance(loss, DTensor):
-            if not all(placement.is_replicate() for placement in loss.placements):
-                raise UnsupportedError(f"cannot record a loss placed as {list(loss.placements)}; replicate it first")
-            loss = loss.to_local()
-        loss = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
-        if loss.numel() != 1 or loss.element_size() not in _WORDS:
-            raise UnsupportedError(f"cannot record a loss of shape {list(loss.shape)} and dtype {loss.dtype}")
-        word = _WORDS[loss.element_size()]
-        words = loss.reshape(1).view(word).long()
-        if self._world_size > 1:
-            # Each rank fills its own place of a vector of zeros, so that a sum gathers the bits.
-            everyone = torch.zeros(self._world_size, dtype=torch.int64, device=communication_device(None))
-            everyone[self._rank] = words[0]
-            dist.all_reduce(everyone)
-            words = everyone
-        num_bits = 8 * loss.element_size()
-        values = words.to(word).view(loss.dtype).tolist()
-        bits = (f"{value & ((1 << num_bits) - 1):0{num_bits // 4}x}" for value in words.tolist())
-        return run_file.Loss(str(loss.dtype).removeprefix("torch."), tuple(bits), tuple(map(repr, values)))
+    def _losses(self, step: int, loss: Tensor | float | None) -> run_file.Loss | None:
+        """Gathers each rank's loss; raises on all ranks where one cannot record it, or records something else."""
+        if (now := _rank_of_world()[1]) != self._world_size:
+            raise RunFileError(
+                f"the recorder of '{self._path}' was made on {self._world_size} ranks, and {now} record: make it "
+                "after init_process_group(), and close it before destroy_process_group()"
+            )
+        own, problem = None, None
+        try:
+            if self._last_step is not None and step <= self._last_step:
+                raise RunFileError(f"step {step} cannot be recorded after step {self._last_step}")
+            own = None if loss is None else _loss_of_rank(loss)
+        except GraphPassesError as error:
+            problem = error
+        what = str(problem or f"step {step} with {'no loss' if own is None else f'a loss of {own.dtype}'}")
+        everyone = gathered((what, own))
+        for rank, (other, _) in enumerate(everyone):
+            if other != everyone[0][0]:
+                raise RunFileError(
+                    f"ranks 0 and {rank} record other things ({everyone[0][0]}; {other}): all ranks must record the "
+                    "same step, and either a loss of one dtype or none"
+                )
+        if problem is not None:
+            raise problem
+        losses = [each for _, each in everyone if each is not None]
+        bits, values = (
+            tuple(value for each in losses for value in getattr(each, name)) for name in ("bits", "values")
+        )
+        return run_file.Loss(losses[0].dtype, bits, values) if losses else None
 
     def close(self, *, complete: bool = True) -> None:
         """Ends the file, with a line that says that the run is complete if it is.
@@ -274,10 +297,11 @@ class ParityRecorder:
         Raises:
             RunFileError: on rank 0; the disk is full.
         """
+        if complete and not self._is_closed:
+            self._write(lambda: run_file.end_line(self._num_steps))
+        self._is_closed = True
         if self._file is None:  # not rank 0, or closed already
             return
-        if complete:
-            self._write(lambda: run_file.end_line(self._num_steps))
         os.close(self._file)
         self._file = None
         if complete and self._failure is not None:
@@ -288,6 +312,24 @@ class ParityRecorder:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(complete=error is None)
+
+
+def _rank_of_world() -> tuple[int, int]:
+    """Returns this process's rank, and how many there are."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _loss_of_rank(loss: Tensor | float) -> run_file.Loss:
+    if isinstance(loss, DTensor):
+        if not all(placement.is_replicate() for placement in loss.placements):
+            raise UnsupportedError(f"cannot record a loss placed as {list(loss.placements)}; replicate it first")
+        loss = loss.to_local()
+    loss = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
+    size = loss.element_size()
+    if loss.numel() != 1 or size not in _WORDS:
+        raise UnsupportedError(f"cannot record a loss of shape {list(loss.shape)} and dtype {loss.dtype}")
+    word = int(loss.reshape(1).view(_WORDS[size]).item()) & ((1 << 8 * size) - 1)
+    return run_file.Loss(str(loss.dtype).removeprefix("torch."), (f"{word:0{2 * size}x}",), (repr(loss.item()),))
 
 
 def _unwrapped(layout: Layout) -> Layout:

@@ -88,7 +88,14 @@ def _run_to_json(run: Run) -> dict[str, Any]:
 
 def meaning(divergence: Divergence) -> str:
     """Says which part of a step is to blame."""
-    return _MEANING[divergence.first, divergence.loss is not None, divergence.gradients is not None]
+    if divergence.loss and divergence.losses and len(dtypes := {each.dtype for each in divergence.losses}) > 1:
+        cause = _FORWARD if divergence.gradients or divergence.weights else "record both in one"
+        return f"the losses are of {' and '.join(sorted(dtypes))}: {cause}"
+    text = _MEANING[divergence.first, divergence.loss is not None, divergence.gradients is not None]
+    parameters = divergence.a.gradients.keys() | divergence.b.gradients.keys()
+    if divergence.first == "weights" and parameters and parameters.isdisjoint(divergence.weights):
+        return f"{text.partition(':')[0]}: no parameter differs, but buffers or the optimizer's state"
+    return text
 
 
 def render_comparison(comparison: Comparison, *, max_tensors: int = 20) -> RenderableType:
@@ -128,14 +135,18 @@ def _render_divergence(divergence: Divergence, max_tensors: int) -> Iterable[Ren
         yield from _table(
             ("rank", "loss of A", "loss of B", "bits of A", "bits of B"), differing, max_tensors, "ranks"
         )
-    kinds: dict[str, list[str]] = {}
-    for kind, fqns in (("gradient", divergence.gradients or ()), ("weight", divergence.weights)):
-        for fqn in fqns:
-            kinds.setdefault(fqn, []).append(kind)
+    kinds = {fqn: [_gradient(divergence, fqn)] for fqn in divergence.gradients or ()}
+    for fqn in divergence.weights:
+        kinds.setdefault(fqn, []).append("weight")
     tensors = [(fqn, ", ".join(found)) for fqn, found in kinds.items()]
     yield from _table(("tensor", "differs in"), tensors, max_tensors, "tensors")
     moves = [(fqn, _places(a), _places(b)) for fqn, a, b in _moves_by_parameter(divergence)]
     yield from _table(("moved in its bucket", "A", "B"), moves, max_tensors, "entries")
+
+
+def _gradient(divergence: Divergence, fqn: str) -> str:
+    a, b = divergence.a.gradients[fqn], divergence.b.gradients[fqn]
+    return "gradient" if a and b else f"gradient (only {'A' if a else 'B'} has one)"
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], limit: int, what: str) -> Iterable[RenderableType]:

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from graphpasses.errors import RunFileError
@@ -32,6 +33,7 @@ _MAGIC = b'{"format": "' + _FORMAT.encode() + b'", "version": '
 
 _HASH = re.compile("[0-9a-f]{32}")
 _BITS = re.compile("(?:[0-9a-f]{2})+")
+_KINDS = {int: "a number", str: "text", dict: "an object", list: "a list"}
 
 JSON: TypeAlias = Any
 
@@ -45,7 +47,7 @@ class RunHeader:
     run: str = ""  # its name
     model: str = ""  # description of the model
     seed: int | Mapping[str, int] | None = None  # seed, or named seeds
-    topology: Mapping[str, JSON] | None = None  # the cluster, e.g. ``{"nodes": 2, "gpus_per_node": 8}``
+    topology: JSON = None  # the cluster, e.g. ``{"nodes": 2, "gpus_per_node": 8}``
     layouts: Layout | None = None  # bucket layouts of its reductions, if known
 
 
@@ -81,12 +83,18 @@ class Run:
 
 
 def header_line(header: RunHeader) -> bytes:
+    """Returns the first line of a file; raises what reading it back would."""
     layouts = header.layouts and header.layouts.to_json()
-    return json_line({"format": _FORMAT, "version": FORMAT_VERSION, **vars(header), "layouts": layouts})
+    line = json_line({"format": _FORMAT, "version": FORMAT_VERSION, **vars(header), "layouts": layouts})
+    _header_from(_parse(line))
+    return line
 
 
 def step_line(record: StepRecord) -> bytes:
-    return json_line({**vars(record), "loss": record.loss and vars(record.loss)})
+    """Returns the line of a step; raises what reading it back would."""
+    line = json_line({**vars(record), "loss": record.loss and vars(record.loss)})
+    _step_from(_parse(line), len(record.loss.bits) if record.loss else 0)
+    return line
 
 
 def passes_line(passes: Mapping[str, PipelineReport]) -> bytes:
@@ -127,18 +135,26 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         data = path.read_bytes()
     except OSError as error:
         raise RunFileError(f"cannot read '{path}': {error.strerror}") from None
-    header = _read_header(path, data)
+    if not data:
+        raise RunFileError(f"'{path}' is empty: the run was ended before it wrote anything")
+    if not data.startswith(_MAGIC[: len(data)]):
+        raise RunFileError(f"'{path}' is no graphpasses run: its first line is not a run's header")
     # What follows the last line break is a line that was being written when the run was killed.
     *lines, rest = data.split(b"\n")
+    header: RunHeader | None = None
     steps: list[StepRecord] = []
     passes: Mapping[str, PipelineReport] = {}
     ended = False
-    for number, line in enumerate(lines[1:], start=2):
+    for number, line in enumerate(lines, start=1):
         try:
             if ended:
                 raise ValueError("it follows the line that ends the run")
             record = _parse(line)
-            if "end" in record:
+            if header is None:
+                if record["version"] != FORMAT_VERSION:
+                    break
+                header = _header_from(record)
+            elif "end" in record:
                 ended = True
                 if record["num_steps"] != len(steps):
                     raise ValueError(f"the run ended after {record['num_steps']} steps, the file has {len(steps)}")
@@ -153,34 +169,31 @@ def read_run(path: str | os.PathLike[str]) -> Run:
                 steps.append(step)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunFileError(f"'{path}' is damaged in line {number}: {_reason(error)}") from None
+    if not lines:
+        raise RunFileError(f"'{path}' is cut in its first line: the run was ended while it wrote its header")
+    if header is None:
+        raise RunFileError(
+            f"'{path}' has run format version {record['version']}, this graphpasses reads version {FORMAT_VERSION}: "
+            "read it with the release that wrote it, or record it again"
+        )
     if ended and rest:
         raise RunFileError(f"'{path}' is damaged in line {len(lines) + 1}: it follows the line that ends the run")
     return Run(path, header, tuple(steps), ended, passes)
 
 
-def _read_header(path: Path, data: bytes) -> RunHeader:
-    if not data:
-        raise RunFileError(f"'{path}' is empty: the run was ended before it wrote anything")
-    if not data.startswith(_MAGIC[: len(data)]):
-        raise RunFileError(f"'{path}' is no graphpasses run: its first line is not a run's header")
-    line, line_break, _ = data.partition(b"\n")
-    if not line_break:
-        raise RunFileError(f"'{path}' is cut in its first line: the run was ended while it wrote its header")
-    try:
-        header = _parse(line)
-        if header["version"] != FORMAT_VERSION:
-            raise RunFileError(
-                f"'{path}' has run format version {header['version']}, this graphpasses reads version "
-                f"{FORMAT_VERSION}: read it with the release that wrote it, or record it again"
-            )
-        if type(header["world_size"]) is not int:
-            raise ValueError(f"its world_size is {header['world_size']!r}, not a number")
-        given = {each.name: header[each.name] for each in fields(RunHeader)}
-        return RunHeader(**given | {"layouts": given["layouts"] and _layout_from(given["layouts"])})
-    except RunFileError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunFileError(f"'{path}' is damaged in line 1: {_reason(error)}") from None
+def _header_from(record: dict[str, JSON]) -> RunHeader:
+    for name in ("torch", "run", "model"):
+        _typed(record, name, str)
+    _typed(record, "world_size", int)
+    layouts = _typed(record, "layouts", dict, NoneType)
+    given = {each.name: record[each.name] for each in fields(RunHeader)}
+    return RunHeader(**given | {"layouts": None if layouts is None else _layout_from(layouts)})
+
+
+def _typed(record: dict[str, JSON], name: str, *kinds: type) -> JSON:
+    if type(value := record[name]) not in kinds:
+        raise ValueError(f"its {name} is {value!r}, not {_KINDS[kinds[0]]}")
+    return value
 
 
 def _layout_from(data: JSON) -> Layout:
@@ -209,23 +222,23 @@ def _no_number(text: str) -> None:
 
 
 def _step_from(record: dict[str, JSON], world_size: int) -> StepRecord:
-    step, loss = record["step"], record["loss"]
-    if type(step) is not int:
-        raise ValueError(f"its step is {step!r}, not a number")
+    step, loss = _typed(record, "step", int), _typed(record, "loss", dict, NoneType)
     weights, gradients = dict(record["weights"].items()), dict(record["gradients"].items())
     known = [(name, digest) for name, digest in gradients.items() if digest is not None]
     for name, digest in (*weights.items(), *known):
         if not (isinstance(digest, str) and _HASH.fullmatch(digest)):
             raise ValueError(f"the hash of {name!r} is {digest!r}, not 32 hexadecimal digits")
-    return StepRecord(step, loss and _loss_from(loss, world_size), weights, gradients)
+    return StepRecord(step, None if loss is None else _loss_from(loss, world_size), weights, gradients)
 
 
 def _loss_from(data: JSON, world_size: int) -> Loss:
-    loss = Loss(data["dtype"], tuple(data["bits"]), tuple(data["values"]))
+    loss = Loss(_typed(data, "dtype", str), *(tuple(_typed(data, name, list)) for name in ("bits", "values")))
     if not len(loss.bits) == len(loss.values) == world_size:
         raise ValueError(f"it has losses of {len(loss.bits)} ranks, and the run has {world_size}")
     if wrong := [each for each in loss.bits if not (isinstance(each, str) and _BITS.fullmatch(each))]:
         raise ValueError(f"the bits of a loss are {wrong[0]!r}, not hexadecimal digits")
+    for value in loss.values:
+        complex("" + value)  # what a number's text is read as
     return loss
 
 

@@ -81,9 +81,11 @@ def load_task(source: str) -> Task:
             module.__file__ = str(path.absolute())
             code = Path(module.__file__).read_bytes()
             exec(compile(code, module.__file__, "exec", dont_inherit=True), vars(module))
-        else:
+        elif all(map(str.isidentifier, source.split("."))):
             module = importlib.import_module(source)
-    except (ImportError, OSError) as error:
+        else:
+            raise ImportError("it is neither a .py file nor the name of a module")
+    except (ImportError, OSError, SyntaxError) as error:
         raise TaskError(f"cannot import '{source}': {error}") from error
     if missing := [name for name in _REQUIRED if not callable(getattr(module, name, None))]:
         raise TaskError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -57,7 +58,7 @@ def with_environment(topology: Topology, variables: Mapping[str, str]) -> Topolo
 
 def _number(variables: Mapping[str, str], name: str, default: int) -> int:
     text = variables.get(name, str(default))
-    if not text.lstrip("-").isdigit():
+    if not re.fullmatch("-?[0-9]+", text):
         raise TopologyError(f'{name} is "{text}"; it must be a number')
     return int(text)
 

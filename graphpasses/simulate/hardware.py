@@ -83,7 +83,7 @@ class Hardware:
             raise TopologyError(f'cpu is "{self.cpu}"; it must be "intel" or "amd"')
         for name in ("compute_capability", "intra_bandwidth", "inter_bandwidth", "nvls_bandwidth"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not value > 0:
                 raise TopologyError(f"{name} is {value}; it must be above 0")
 
     @property

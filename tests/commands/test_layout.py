@@ -232,7 +232,7 @@ def test_drift(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert app.main([*options, "--algorithm", "auto", "--protocol", "auto"]) == 2
     assert app.main([*options[:-1], "inner"]) == 2
     assert capsys.readouterr().err == (
-        "graphpasses: --mesh has 'inner' without a size; write it as in --mesh dp=8 tp=5\n"
+        "graphpasses: --mesh is 'outer=8 inner'; write NAME=VALUE, each name once, as in --mesh dp=8 tp=5\n"
     )
     sharded = make_bucket_layout("reduce_scatter", range(4), "sum", torch.bfloat16, [("norm", (64,), 0)])
     run.write_bytes(header_line(RunHeader("2.13.0", 4, layouts=Layout((sharded,)))) + end_line(0))

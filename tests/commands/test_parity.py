@@ -123,12 +123,20 @@ def batch(step, rank):
             "'task.py' does not define shard(), loss_fn(); a task has ",
         ),
         ("import no_such_module", "cannot import 'task.py': No module named 'no_such_module'"),
+        ("def model(:", "cannot import 'task.py': invalid syntax (task.py, line 1)"),
     ],
 )
 def test_a_task_that_is_none(task: Path, source: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     task.write_text(source)
     assert app.main(["parity", "task.py"]) == 2
     assert capsys.readouterr().err.startswith(f"graphpasses: {message}")
+
+
+@pytest.mark.parametrize("command", ["parity", "locate"])
+def test_a_folder_that_cannot_be_made(task: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--ranks", "2", "--gpus-per-node", "2", "--steps", "1", "--out"]
+    assert app.main([command, "task.py", *options, "task.py/x"]) == 2
+    assert capsys.readouterr().err == "graphpasses: cannot use 'task.py/x': Not a directory\n"
 
 
 def test_what_fails_on_a_rank(task: Path, capsys: pytest.CaptureFixture[str]) -> None:

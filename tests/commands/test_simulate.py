@@ -62,6 +62,21 @@ def test_what_is_not_modelled_is_said(capsys: pytest.CaptureFixture[str]) -> Non
     assert (data["choice"]["algorithm"], data["refused"]) == ("ring", "")
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("--ranks 0", "num_ranks is 0; it must be at least 1"),
+        ("--algorithm auto --intra-bandwidth nan", "intra_bandwidth is nan; it must be above 0"),
+        ("--env NCCL_ALGO", "--env is 'NCCL_ALGO'; write NAME=VALUE, each name once, as in"),
+        ("--env NCCL_ALGO=ring NCCL_ALGO=tree", "--env is 'NCCL_ALGO=ring NCCL_ALGO=tree'; write NAME=VALUE, each"),
+    ],
+)
+def test_values_that_mean_nothing(options: str, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.main(["simulate", *options.split()]) == 2
+    assert capsys.readouterr().err.startswith(f"graphpasses: {reason}")
+    assert app.main(["simulate", "--ranks", "1", "--env", "NCCL_ALGO=ring"]) == 0
+
+
 def test_unknown_variables(capsys: pytest.CaptureFixture[str]) -> None:
     assert app.main(["simulate", "--env", "NCCL_ALGOS=ring"]) == 2
     assert capsys.readouterr().err.startswith("graphpasses: --env does not know NCCL_ALGOS; it knows NCCL_ALGO, ")

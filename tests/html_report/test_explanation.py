@@ -9,7 +9,7 @@ from dataclasses import replace
 from graphpasses.fsdp import Layout, diff_layouts
 from graphpasses.html_report.explanation import explain
 from graphpasses.parity.compare import Divergence
-from graphpasses.parity.record_trainer import GRADIENT_NORM
+from graphpasses.parity.run_file import GRADIENT_NORM, StepRecord
 from graphpasses.simulate import Topology, predict
 from tests.html_report.conftest import BIAS_FIRST, CLUSTER, EAGER, layout
 
@@ -22,7 +22,8 @@ def sentences(
     *,
     is_loss_equal: bool = True,
 ) -> list[str]:
-    divergence = Divergence(3, not is_loss_equal, tuple(differing), tuple(differing), None, ())
+    record = StepRecord(3, None, {}, {})
+    divergence = Divergence(3, not is_loss_equal, tuple(differing), tuple(differing), record, record, ())
     prediction = predict(a, b, cluster) if a and b else None
     num_moved = len({move.fqn for move in diff_layouts(a, b).moves}) if a and b else 0
     has_layouts = a is not None and b is not None
@@ -107,7 +108,8 @@ def test_the_order_explains_nothing() -> None:
 
 def test_what_is_not_known() -> None:
     assert sentences(MOVED)[1].startswith("Where gradients lie in their buckets is not known")
-    divergence = Divergence(0, False, ("w",), (), None, ())
+    record = StepRecord(0, None, {}, {})
+    divergence = Divergence(0, False, ("w",), (), record, record, ())
     said = list(explain(divergence, None, letter="B", has_layouts=True, num_moved=1))
     assert said[1] == "The runs had other clusters, on which the same sum has another order."
 

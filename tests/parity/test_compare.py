@@ -12,7 +12,7 @@ from graphpasses.fsdp.layout import BucketLayout, Layout, LayoutEntry
 from graphpasses.fsdp.layout_diff import Move, Place
 from graphpasses.parity import Loss, Run, RunHeader, StepRecord, compare_runs
 from graphpasses.parity.compare import GAP_KINDS, Gap, GapKind, StepDifference, step_differences
-from graphpasses.parity.report import comparison_to_json
+from graphpasses.parity.report import comparison_to_json, meaning
 
 HEADER = RunHeader(torch="2.13.0", world_size=2, run="eager", seed=0, topology={"nodes": 1})
 
@@ -124,7 +124,7 @@ def test_moves_are_shown_for_what_differs() -> None:
         ),
         (
             run_of(step(0, loss=None, weights={"z": ""}, gradients={})),
-            "step 0 has neither loss nor gradients nor weights that both runs recorded",
+            "step 0 has neither losses of as many ranks nor gradients nor weights that both runs recorded",
         ),
     ],
 )
@@ -152,6 +152,11 @@ NO_GRADIENTS = {"a": None, "b": None, "frozen": None}
             "topology",
             run_of(*STEPS, topology={"nodes": 2}),
             "the runs' clusters differ (nodes: 1 and 2): sums may be others",
+        ),
+        (
+            "topology",
+            run_of(*STEPS, topology="2 x DGX"),
+            "the runs' clusters differ (nodes: 1 and None; cluster: None and 2 x DGX): sums may be others",
         ),
         ("steps", run_of(*STEPS, complete=False), "run B was cut short: it has 3 steps, 0 to 2"),
         ("steps", run_of(*STEPS[:2]), "1 steps of run A are not in the other"),
@@ -219,6 +224,37 @@ def test_a_run_that_was_cut_short_is_not_equal_but_may_differ() -> None:
         )
     ]
     assert verdicts == ["equal", "not compared", "not compared", "different"]
+
+
+def test_losses_alone_of_other_world_sizes_are_not_called_equal() -> None:
+    """Nothing of them is compared, whatever is allowed."""
+    alone = replace(step(0), weights={}, gradients={})
+    allow: list[GapKind] = ["ranks"]
+    assert compare_runs(run_of(alone), run_of(alone), allow=allow).equal
+    other = Loss("float32", ("00000000",), ("0.0",))
+    with pytest.raises(CompareError, match="step 0 has neither losses of as many ranks nor gradients"):
+        compare_runs(run_of(alone), run_of(replace(alone, loss=other), world_size=1), allow=allow)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"weights": {**STEPS[0].weights, "mean": "other"}},
+            "losses and gradients are equal: no parameter differs, but buffers or the optimizer's state",
+        ),
+        (
+            {"weights": {**STEPS[0].weights, "mean": "", "a": "other"}},
+            "losses and gradients are equal: the optimizer step differs, or the weights it began with",
+        ),
+        ({"loss": replace(OTHER_LOSS, dtype="float64")}, "the losses are of float32 and float64: record both in one"),
+    ],
+)
+def test_the_cause(changes: dict[str, Any], text: str) -> None:
+    a = step(0, weights={**STEPS[0].weights, "mean": ""})
+    divergence = compare_runs(run_of(a), run_of(replace(a, **changes))).divergence
+    assert divergence is not None
+    assert meaning(divergence) == text
 
 
 def test_losses_of_other_world_sizes_are_not_compared() -> None:

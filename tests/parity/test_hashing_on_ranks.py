@@ -281,7 +281,7 @@ def test_runs_of_other_world_sizes_compare(found: tuple[int, dict[str, Any]], fo
     num_ranks, hashes = found
     path, alone = folder / f"{num_ranks}.jsonl", folder / f"1-of-{num_ranks}.jsonl"
     assert hashes["recording twice"] == (
-        f"RunFileError: '{path}' exists already; remove it, or pass overwrite=True to replace it"
+        f"RunFileError: '{path}' exists already; name another file, or pass overwrite=True to replace it"
     )
     record(alone, None)
     run = read_run(path)

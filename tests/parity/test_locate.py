@@ -162,7 +162,7 @@ def test_equal_runs_raise_no_alarm(reference: Path, tmp_path: Path, capsys: pyte
 def test_recording_leaves_the_bits_of_the_run(reference: Path, tmp_path: Path) -> None:
     unrecorded = faults.train(tmp_path / "unrecorded.jsonl", operators=())
     assert compare_runs(read_run(reference), read_run(unrecorded)).equal
-    assert not (tmp_path / "unrecorded.operators").exists()
+    assert not (tmp_path / "unrecorded.jsonl.operators").exists()
 
 
 def test_what_is_computed_otherwise_and_yet_equal(reference: Path, tmp_path: Path) -> None:
@@ -316,10 +316,10 @@ def test_damaged_files(reference: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "run.operators").write_text("")
+    (tmp_path / "run.jsonl.operators").write_text("")
     with pytest.raises(RunFileError) as error:
         faults.train(tmp_path / "run.jsonl")
-    assert str(error.value) == f"cannot write '{tmp_path}/run.operators/rank-0.jsonl': Not a directory"
+    assert str(error.value) == f"cannot write '{tmp_path}/run.jsonl.operators/rank-0.jsonl': Not a directory"
 
 
 def test_every_bit_counts(tmp_path: Path) -> None:
@@ -351,3 +351,9 @@ def test_operators_are_written_while_the_step_runs_and_no_tensor_is_held() -> No
         num_written, num_held = len(found), sum(each() is not None for each in held)
     assert (num_written, len(found)) == (384, 500)
     assert num_held <= 2  # the last one, and what a frame may still have
+
+
+def test_runs_that_have_one_stem_have_folders_of_their_own() -> None:
+    names = ("run", "run.1", "run.2", "run.jsonl")
+    assert len({operator_file(name, 0) for name in names}) == len(names)
+    assert operator_file("run.1", 0) == operator_file("run.1", 0)

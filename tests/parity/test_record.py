@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -84,6 +85,16 @@ def test_a_loss_of_several_elements_is_refused(path: Path) -> None:
     assert str(error.value) == "cannot record a loss of shape [2] and dtype torch.float32"
 
 
+def test_what_follows_the_with_block_is_not_lost_without_a_word(path: Path) -> None:
+    with ParityRecorder(path) as recorder:
+        recorder.record(0, 1.0, {})
+    recorder.close()
+    for late in (lambda: recorder.record(1, 1.0, {}), lambda: recorder.record_layouts(LAYOUT)):
+        with pytest.raises(RunFileError, match=f"'{path}' is closed, and nothing is added to it; record inside the"):
+            late()
+    assert read_run(path).complete
+
+
 def test_steps_must_ascend(path: Path) -> None:
     with ParityRecorder(path) as recorder:
         recorder.record(3, None, nn.Linear(1, 1))
@@ -92,12 +103,38 @@ def test_steps_must_ascend(path: Path) -> None:
     assert str(error.value) == "step 3 cannot be recorded after step 3"
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"run": 3}, "its run is 3, not text"),
+        ({"model": nn.ReLU}, "Object of type type is not JSON serializable"),
+        ({"topology": {1: "a", "1": "b"}}, "it has '1' twice"),
+    ],
+)
+def test_a_header_that_could_not_be_read_again(path: Path, options: dict[str, Any], reason: str) -> None:
+    record(path, run="before")
+    with pytest.raises(RunFileError) as error:
+        record(path, overwrite=True, **options)
+    assert str(error.value) == f"cannot write '{path}': {reason}"
+    assert read_run(path).header.run == "before"
+
+
+def test_a_step_that_could_not_be_read_again(path: Path) -> None:
+    with ParityRecorder(path) as recorder:
+        recorder.record(0, 1.0, {})
+        with pytest.raises(RunFileError) as error:
+            recorder.record(0.5, 1.0, {})  # type: ignore[arg-type]
+        recorder.close(complete=False)
+    assert str(error.value) == f"cannot write '{path}': its step is 0.5, not a number"
+    assert [step.step for step in read_run(path).steps] == [0]
+
+
 def test_an_existing_run_is_kept(path: Path) -> None:
     record(path)
     before = path.read_bytes()
     with pytest.raises(RunFileError) as error:
         record(path)
-    assert str(error.value) == f"'{path}' exists already; remove it, or pass overwrite=True to replace it"
+    assert str(error.value) == f"'{path}' exists already; name another file, or pass overwrite=True to replace it"
     assert path.read_bytes() == before
     record(path, num_steps=1, overwrite=True)
     assert len(read_run(path).steps) == 1
@@ -228,6 +265,47 @@ def test_what_json_cannot_take_ends_all_ranks_and_rank_0_alone_makes_it(path: Pa
         f"cannot write '{path}': Object of type int64 is not JSON serializable",
         f"cannot write '{path}': 'Linear' object has no attribute 'buckets'",
     ]
+
+
+def record_other_things(path: Path) -> list[str]:
+    """Records what differs between two ranks, and in the end what does not."""
+    rank = torch.distributed.get_rank()
+    loss = torch.tensor(1.0)
+    reasons = []
+    with ParityRecorder(path) as recorder:
+        for step, its in ((0, None if rank else loss), (0, loss.double() if rank else loss), (rank, loss), (2, loss)):
+            try:
+                recorder.record(step, its, {})
+            except RunFileError as error:
+                reasons.append(str(error).partition(": all ranks")[0])
+    return reasons
+
+
+@pytest.mark.multiprocess
+def test_ranks_that_record_other_things_end_together(path: Path) -> None:
+    assert run_ranks(record_other_things, 2, path) == 2 * [
+        [
+            "ranks 0 and 1 record other things (step 0 with a loss of float32; step 0 with no loss)",
+            "ranks 0 and 1 record other things (step 0 with a loss of float32; step 0 with a loss of float64)",
+            "ranks 0 and 1 record other things (step 0 with a loss of float32; step 1 with a loss of float32)",
+        ]
+    ]
+    assert [step.step for step in read_run(path).steps] == [2]
+
+
+def test_a_recorder_made_before_its_ranks(path: Path) -> None:
+    early = ParityRecorder(path)
+
+    def on_rank() -> None:
+        with pytest.raises(
+            RunFileError, match=r"was made on 1 ranks, and 2 record: make it after init_process_group"
+        ):
+            early.record(0, 1.0, {})
+
+    run_cluster(on_rank, Topology(2, gpus_per_node=2))
+    early.record(0, 1.0, {})
+    early.close()
+    assert read_run(path).complete
 
 
 def record_stages(path: Path) -> None:

@@ -1,15 +1,17 @@
-"""Under which names runs record weights, gradients and bucket layouts."""
+"""Under which names runs record weights, gradients, optimizer states and bucket layouts."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from graphpasses._torch.pytree import tree_leaves
 from graphpasses.fsdp.layout import BucketLayout, Layout, LayoutEntry
-from graphpasses.parity import ParityRecorder, gradient_hashes, read_run, weight_hashes
+from graphpasses.parity import ParityRecorder, compare_runs, gradient_hashes, read_run, weight_hashes
 
 
 def test_no_tensor_is_lost_where_a_wrapper_has_one_of_the_same_name() -> None:
@@ -31,3 +33,30 @@ def test_names_are_those_of_checkpoints(tmp_path: Path) -> None:
     assert list(run.steps[0].weights) == list(run.steps[0].gradients) == ["0.weight", "0.bias"]
     assert run.header.layouts is not None
     assert [each.fqn for bucket in run.header.layouts.buckets for each in bucket.entries] == ["0.weight"]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS])
+def test_the_optimizers_state_alone(tmp_path: Path, kind: type[torch.optim.Optimizer]) -> None:
+    """Both runs end with the same weights, and would go on with others."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = kind(model.parameters(), lr=0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    runs = [tmp_path / name for name in ("a", "b", "c", "without")]
+    for run in runs:
+        if run.name == "c":
+            next(value for value in tree_leaves(dict(optimizer.state)) if isinstance(value, torch.Tensor)).add_(1)
+        with ParityRecorder(run) as recorder:
+            recorder.record(0, None, model, optimizer=None if run.name == "without" else optimizer)
+    a, b, c, without = map(read_run, runs)
+    assert compare_runs(a, b).equal
+    divergence = compare_runs(a, c).divergence
+    assert divergence is not None
+    assert [name.partition("'")[0] for name in divergence.weights] == ["optimizer"]
+    assert compare_runs(a, without).verdict == "not compared"

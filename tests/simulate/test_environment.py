@@ -53,6 +53,7 @@ def test_cross_nic() -> None:
             "NCCL_CROSS_NIC=1 crosses NICs without the exchange between neighbouring nodes",
         ),
         ({"NCCL_MIN_NCHANNELS": "many"}, 'NCCL_MIN_NCHANNELS is "many"; it must be a number'),
+        ({"NCCL_MIN_NCHANNELS": "²"}, 'NCCL_MIN_NCHANNELS is "²"; it must be a number'),
     ],
 )
 def test_refused(variables: dict[str, str], message: str) -> None:
