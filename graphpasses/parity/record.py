@@ -93,7 +93,7 @@ class ParityRecorder:
         self._last_step: int | None = None
         self._num_steps = 0
         self._rank, self._world_size = _rank_of_world()
-        if topology is None and dist.is_initialized():  # a group of nccl_sim or of run_cluster has one
+        if topology is None and dist.is_available() and dist.is_initialized():  # a group of nccl_sim or of run_cluster has one
             simulated = getattr(dist.group.WORLD, "topology", None)
             topology = None if simulated is None else asdict(simulated)
         named = layouts and _unwrapped(layouts)
@@ -316,7 +316,7 @@ class ParityRecorder:
 
 def _rank_of_world() -> tuple[int, int]:
     """Returns this process's rank, and how many there are."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
 def _loss_of_rank(loss: Tensor | float) -> run_file.Loss:
