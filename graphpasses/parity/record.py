@@ -93,7 +93,8 @@ class ParityRecorder:
         self._last_step: int | None = None
         self._num_steps = 0
         self._rank, self._world_size = _rank_of_world()
-        if topology is None and dist.is_available() and dist.is_initialized():  # a group of nccl_sim or of run_cluster has one
+        # A group of nccl_sim or of run_cluster has one.
+        if topology is None and dist.is_available() and dist.is_initialized():
             simulated = getattr(dist.group.WORLD, "topology", None)
             topology = None if simulated is None else asdict(simulated)
         named = layouts and _unwrapped(layouts)
