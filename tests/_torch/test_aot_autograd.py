@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -108,6 +109,24 @@ def test_functions_of_torch_jit_run_in_their_executor() -> None:
 
     *_, eager = [results(function) for _ in range(5)]  # it fuses kernels at its third call
     assert same(results(graphpasses.compile(function, inner="aot_eager")), eager)
+    assert not same(results(torch.compile(function, backend="aot_eager")), eager)
+
+
+ARRAY = np.linspace(-3, 3, 7, dtype=np.float32)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's, after a break
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x * torch.from_numpy(np.tanh(ARRAY) * np.exp(ARRAY)).mul(np.std(ARRAY)),
+        lambda x: (x.sum() * np.cos(0.7) * np.sqrt(7) / np.tanh(0.3)).float(),  # as tensors they make it float64
+    ],
+)
+def test_numpy_computes_what_it_does_in_eager(function: Callable[[Tensor], Tensor]) -> None:
+    eager, report = results(function), graphpasses.CompileReport()
+    assert same(results(graphpasses.compile(function, inner="aot_eager", report=report)), eager)
+    assert "numpy" in report.graph_breaks[0].lower()
     assert not same(results(torch.compile(function, backend="aot_eager")), eager)
 
 
