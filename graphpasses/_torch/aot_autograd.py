@@ -18,7 +18,7 @@ from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.variables import SkipFunctionVariable, TorchInGraphFunctionVariable
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._functorch import config as functorch_config
-from torch._functorch._aot_autograd import descriptors
+from torch._functorch._aot_autograd import descriptors, graph_compile
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
@@ -131,6 +131,8 @@ def operators_of_eager(note: Callable[[str], None]) -> Iterator[None]:
             mock.patch.dict(handlers, eager, clear=True),
             mock.patch.dict(VariableBuilder._type_dispatch(), _BY_EAGER),
             mock.patch.object(FunctionalTensorMode, "__torch_dispatch__", _keep_strides),
+            # Numbers that vary stay Python's; as tensors they are computed in the order that sympy sorts terms in.
+            mock.patch.object(graph_compile, "_apply_tensorify_python_scalars", return_value=None),
         ):
             yield
     finally:

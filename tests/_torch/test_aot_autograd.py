@@ -130,6 +130,25 @@ def test_numpy_computes_what_it_does_in_eager(function: Callable[[Tensor], Tenso
     assert not same(results(torch.compile(function, backend="aot_eager")), eager)
 
 
+def test_numbers_that_vary_are_computed_in_their_order() -> None:
+    a, b, c = numbers = [0.1, 0.7, 1.3]
+
+    def function(x: Tensor) -> Tensor:
+        return x.double() * (numbers[0] * numbers[1] * numbers[2])
+
+    def steps(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        made = []
+        for step in range(5):
+            numbers[:] = a * 1.07**step, b * 0.93**step, c + 0.11 * step
+            made += results(call)
+        return made
+
+    eager, report = steps(function), graphpasses.CompileReport()
+    assert same(steps(graphpasses.compile(function, inner="aot_eager", report=report)), eager)
+    assert report.num_graphs == 2  # the second is for all numbers
+    assert not same(steps(torch.compile(function, backend="aot_eager")), eager)
+
+
 def test_a_part_of_a_backward_graph_writes_over_nothing_that_stays() -> None:
     """Inductor reuses the memory of saved tensors, which it knows by their positions in the whole graph."""
     context = TracingContext(FakeTensorMode())
