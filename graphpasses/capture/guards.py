@@ -100,7 +100,9 @@ class Decisions:
         return None
 
     def _decided(self, condition: sympy.Basic) -> None:
-        self._decisions.append(Decision(condition, user_line()))
+        known = condition.free_symbols & self._values.keys() if _is_rounded_by_sympy(condition) else ()
+        told = [sympy.Eq(symbol, as_number(self._values[symbol]), evaluate=False) for symbol in known]
+        self._decisions += [Decision(each, user_line()) for each in told or [condition]]
 
     def _make_guards(self, traced: Any) -> Guards | None:
         self._slices.follow(traced.graph)
@@ -175,6 +177,12 @@ class Decisions:
                     condition = sympy.Eq(symbol, size)
                 found.append(Decision(condition, f"dim {dim} of {item.fqn}"))
         return found
+
+
+def _is_rounded_by_sympy(condition: sympy.Basic) -> bool:
+    """Whether a condition adds or multiplies fractions, which sympy does in another order, constants first."""
+    parts = condition.atoms(sympy.Add, sympy.Mul)
+    return not all(each.is_integer for part in parts for each in part.args)
 
 
 def user_line() -> str:
