@@ -100,9 +100,7 @@ class Decisions:
         return None
 
     def _decided(self, condition: sympy.Basic) -> None:
-        known = condition.free_symbols & self._values.keys() if _is_rounded_by_sympy(condition) else ()
-        told = [sympy.Eq(symbol, as_number(self._values[symbol]), evaluate=False) for symbol in known]
-        self._decisions += [Decision(each, user_line()) for each in told or [condition]]
+        self._decisions.append(Decision(_with_margin(condition), user_line()))
 
     def _make_guards(self, traced: Any) -> Guards | None:
         self._slices.follow(traced.graph)
@@ -179,10 +177,17 @@ class Decisions:
         return found
 
 
-def _is_rounded_by_sympy(condition: sympy.Basic) -> bool:
-    """Whether a condition adds or multiplies fractions, which sympy does in another order, constants first."""
+def _with_margin(condition: sympy.Basic) -> sympy.Basic:
+    """Returns a condition that is not true so close to the limit that it decides how sums and products were rounded.
+
+    Sympy adds and multiplies in another order than Python, constants first.
+    """
     parts = condition.atoms(sympy.Add, sympy.Mul)
-    return not all(each.is_integer for part in parts for each in part.args)
+    if all(each.is_integer for part in parts for each in part.args) or not condition.is_Relational:
+        return condition
+    sides = [*condition.args, *condition.free_symbols, *condition.atoms(sympy.Float)]
+    margin = sympy.Float(1e-9) * sum(map(sympy.Abs, sides))
+    return sympy.And(condition, sympy.Abs(condition.lhs - condition.rhs) > margin)
 
 
 def user_line() -> str:
