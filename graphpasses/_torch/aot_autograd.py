@@ -8,15 +8,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 from unittest import mock
 
+import numpy
 import torch
 from torch import Tensor, fx
 from torch._dynamo import config
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import unimplemented
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.variables import SkipFunctionVariable, TorchInGraphFunctionVariable
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._functorch import config as functorch_config
-from torch._functorch._aot_autograd import descriptors
+from torch._functorch._aot_autograd import descriptors, graph_compile
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
@@ -123,12 +125,14 @@ def operators_of_eager(note: Callable[[str], None]) -> Iterator[None]:
                 overload.py_kernels[key] = _dropout
             overload._dispatch_cache.clear()
         with (
-            config.patch(enable_dynamo_decompositions=False),
+            config.patch(enable_dynamo_decompositions=False, trace_numpy=False),
             # What draws random numbers stays, also where nobody reads them: those that follow are eager's.
             inductor_config.patch(fallback_random=True),
             mock.patch.dict(handlers, eager, clear=True),
-            mock.patch.dict(VariableBuilder._type_dispatch(), {torch.jit.ScriptFunction: _run_by_eager}),
+            mock.patch.dict(VariableBuilder._type_dispatch(), _BY_EAGER),
             mock.patch.object(FunctionalTensorMode, "__torch_dispatch__", _keep_strides),
+            # Numbers that vary stay Python's; as tensors they are computed in the order that sympy sorts terms in.
+            mock.patch.object(graph_compile, "_apply_tensorify_python_scalars", return_value=None),
         ):
             yield
     finally:
@@ -143,6 +147,18 @@ def _run_by_eager(builder: Any, function: Any) -> Any:
     why = f"{function.name} was made by torch.jit.script, whose executor rounds otherwise than its Python"
     disabled = torch.compiler.disable(lambda: None, reason=why)  # type: ignore[no-untyped-call]
     return SkipFunctionVariable(disabled, source=builder.source)
+
+
+def _compute_by_numpy(_: Any, number: Any) -> Any:
+    """Breaks the graph where a number of NumPy's is used, which Dynamo would make a tensor, that decides dtypes."""
+    why = f"{number!r} is a number of NumPy's, of which torch.compile makes a tensor; write float() or int()"
+    unimplemented(gb_type="a number of NumPy's", context=repr(number), explanation=why, hints=[])
+
+
+_BY_EAGER: dict[Any, Any] = {
+    torch.jit.ScriptFunction: _run_by_eager,
+    **dict.fromkeys(numpy.sctypeDict.values(), _compute_by_numpy),
+}
 
 
 def _answer(note: Callable[[str], None], answer: Callable[..., Any], variable: Any, tx: Any, *args: Any) -> Any:

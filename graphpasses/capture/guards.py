@@ -100,7 +100,7 @@ class Decisions:
         return None
 
     def _decided(self, condition: sympy.Basic) -> None:
-        self._decisions.append(Decision(condition, user_line()))
+        self._decisions.append(Decision(_with_margin(condition), user_line()))
 
     def _make_guards(self, traced: Any) -> Guards | None:
         self._slices.follow(traced.graph)
@@ -175,6 +175,19 @@ class Decisions:
                     condition = sympy.Eq(symbol, size)
                 found.append(Decision(condition, f"dim {dim} of {item.fqn}"))
         return found
+
+
+def _with_margin(condition: sympy.Basic) -> sympy.Basic:
+    """Returns a condition that is not true so close to the limit that it decides how sums and products were rounded.
+
+    Sympy adds and multiplies in another order than Python, constants first.
+    """
+    parts = condition.atoms(sympy.Add, sympy.Mul)
+    if all(each.is_integer for part in parts for each in part.args) or not condition.is_Relational:
+        return condition
+    sides = [*condition.args, *condition.free_symbols, *condition.atoms(sympy.Float)]
+    margin = sympy.Float(1e-9) * sum(map(sympy.Abs, sides))
+    return sympy.And(condition, sympy.Abs(condition.lhs - condition.rhs) > margin)
 
 
 def user_line() -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -109,6 +110,43 @@ def test_functions_of_torch_jit_run_in_their_executor() -> None:
     *_, eager = [results(function) for _ in range(5)]  # it fuses kernels at its third call
     assert same(results(graphpasses.compile(function, inner="aot_eager")), eager)
     assert not same(results(torch.compile(function, backend="aot_eager")), eager)
+
+
+ARRAY = np.linspace(-3, 3, 7, dtype=np.float32)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's, after a break
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x * torch.from_numpy(np.tanh(ARRAY) * np.exp(ARRAY)).mul(np.std(ARRAY)),
+        lambda x: (x.sum() * np.cos(0.7) * np.sqrt(7) / np.tanh(0.3)).float(),  # as tensors they make it float64
+    ],
+)
+def test_numpy_computes_what_it_does_in_eager(function: Callable[[Tensor], Tensor]) -> None:
+    eager, report = results(function), graphpasses.CompileReport()
+    assert same(results(graphpasses.compile(function, inner="aot_eager", report=report)), eager)
+    assert "numpy" in report.graph_breaks[0].lower()
+    assert not same(results(torch.compile(function, backend="aot_eager")), eager)
+
+
+def test_numbers_that_vary_are_computed_in_their_order() -> None:
+    a, b, c = numbers = [0.1, 0.7, 1.3]
+
+    def function(x: Tensor) -> Tensor:
+        return x.double() * (numbers[0] * numbers[1] * numbers[2])
+
+    def steps(call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        made = []
+        for step in range(5):
+            numbers[:] = a * 1.07**step, b * 0.93**step, c + 0.11 * step
+            made += results(call)
+        return made
+
+    eager, report = steps(function), graphpasses.CompileReport()
+    assert same(steps(graphpasses.compile(function, inner="aot_eager", report=report)), eager)
+    assert report.num_graphs == 2  # the second is for all numbers
+    assert not same(steps(torch.compile(function, backend="aot_eager")), eager)
 
 
 def test_a_part_of_a_backward_graph_writes_over_nothing_that_stays() -> None:

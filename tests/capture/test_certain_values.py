@@ -14,7 +14,7 @@ from torch.distributions import Normal
 from graphpasses._torch.distributions import checks_asserted
 from graphpasses.capture import capture_train_step
 from graphpasses.capture.guards import certain_value
-from graphpasses.errors import CaptureError
+from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.identity import same_bits
 
 aten = torch.ops.aten
@@ -98,3 +98,21 @@ def test_distributions_check_what_parameters_compute() -> None:
         policy_loss(eager, torch.full_like(x, torch.nan))  # as ever, once the capture is over
     with pytest.raises(CaptureError, match="depends on parameter"):
         capture_train_step(lambda model, x: model(x).sum() if (model(x) < 9).all() else model(x).mean(), model, x)
+
+
+def test_a_decision_by_a_sum_of_fractions_is_not_told_by_how_it_is_rounded() -> None:
+    """Sympy adds constants first: to it 0.10000000000000003 + 0.1 + 0.2 is above 0.4."""
+    value = torch.tensor(0.3, dtype=torch.float64)
+    model, x = nn.Linear(2, 1), torch.ones(1, 2)
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).sum() * (2.0 if value.item() + 0.1 + 0.2 > 0.4 else 3.0)
+
+    step = capture_train_step(loss_fn, model, x)
+    for other in (0.3, 0.2, 0.05):
+        value.fill_(other)
+        assert step(x) == loss_fn(model, x)
+    assert len(step.captures) == 2
+    value.fill_(0.10000000000000003)
+    with pytest.raises(FidelityError, match="part at operator"):
+        step(x)
