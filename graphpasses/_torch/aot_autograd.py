@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
 from unittest import mock
 
-import numpy
 import torch
 from torch import Tensor, fx
 from torch._dynamo import config
@@ -129,7 +129,7 @@ def operators_of_eager(note: Callable[[str], None]) -> Iterator[None]:
             # What draws random numbers stays, also where nobody reads them: those that follow are eager's.
             inductor_config.patch(fallback_random=True),
             mock.patch.dict(handlers, eager, clear=True),
-            mock.patch.dict(VariableBuilder._type_dispatch(), _BY_EAGER),
+            mock.patch.dict(VariableBuilder._type_dispatch(), _left_to_eager()),
             mock.patch.object(FunctionalTensorMode, "__torch_dispatch__", _keep_strides),
             # Numbers that vary stay Python's; as tensors they are computed in the order that sympy sorts terms in.
             mock.patch.object(graph_compile, "_apply_tensorify_python_scalars", return_value=None),
@@ -155,10 +155,11 @@ def _compute_by_numpy(_: Any, number: Any) -> Any:
     unimplemented(gb_type="a number of NumPy's", context=repr(number), explanation=why, hints=[])
 
 
-_BY_EAGER: dict[Any, Any] = {
-    torch.jit.ScriptFunction: _run_by_eager,
-    **dict.fromkeys(numpy.sctypeDict.values(), _compute_by_numpy),
-}
+def _left_to_eager() -> dict[Any, Callable[..., Any]]:
+    """Returns by the types of values what takes the place of how Dynamo traces them."""
+    numpy = sys.modules.get("numpy")  # without it there are no numbers of its
+    numbers = () if numpy is None else numpy.sctypeDict.values()
+    return {torch.jit.ScriptFunction: _run_by_eager, **dict.fromkeys(numbers, _compute_by_numpy)}
 
 
 def _answer(note: Callable[[str], None], answer: Callable[..., Any], variable: Any, tx: Any, *args: Any) -> Any:
