@@ -19,6 +19,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import fx
 
+from graphpasses._torch.gloo import ALL_GATHER
 from graphpasses._torch.group_ranks import named_group_ranks
 from graphpasses.analysis.backward import is_backward
 from graphpasses.graph import WAIT, TrainGraph, argument, wait_of
@@ -29,7 +30,6 @@ from graphpasses.ops.reduce_in_tree import ALL_REDUCE_IN_TREE, REDUCE_SCATTER_IN
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
-ALL_GATHER = c10d.all_gather_into_tensor.default
 REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
 ALL_REDUCE = c10d.all_reduce.default
 REDUCE_SCATTERS = frozenset({REDUCE_SCATTER, REDUCE_SCATTER_IN_TREE})

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphpasses._torch.gloo import ALL_GATHER
 from graphpasses._torch.group_ranks import named_group
 from graphpasses._torch.schemas import draws, read_functionalized_call
 from graphpasses.analysis.effects import has_hidden_state, is_elementwise_on_lists, names_written, written_inputs
@@ -45,7 +46,6 @@ from graphpasses.proof.sizes import READ, Sizes, unpacked
 from graphpasses.proof.spelling import evaluated
 
 aten = torch.ops.aten
-ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 # By name: TorchRec defines them, if it is there.
 _TO_COLUMNS, _FROM_COLUMNS = (f"torchrec._split_1d_cat_2d{name}.default" for name in ("", "_backward_impl"))
 _SPLIT = RULES[aten.split_with_sizes.default][1]

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from graphpasses._torch.gloo import ALL_GATHER
 from graphpasses.analysis.parameter_collectives import (
-    ALL_GATHER,
     CAST,
     Gather,
     GradReduction,

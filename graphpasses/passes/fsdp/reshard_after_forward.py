@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from graphpasses._torch.gloo import ALL_GATHER
 from graphpasses.analysis.backward import is_backward
-from graphpasses.analysis.parameter_collectives import ALL_GATHER, UNSHARD_OPS, find_gathers
+from graphpasses.analysis.parameter_collectives import UNSHARD_OPS, find_gathers
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.graph.nodes import reach

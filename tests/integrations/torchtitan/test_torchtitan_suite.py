@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from experiments.graph_trainer_parity.ranks import own_groups
 from graphpasses._torch.fake_process_group import fake_process_group
-from graphpasses.analysis.parameter_collectives import ALL_GATHER
+from graphpasses._torch.gloo import ALL_GATHER
 from graphpasses.commands.train_torchtitan_on_cpu import make_assets
 from graphpasses.graph import GraphInput, GraphOutput, InputKind, OutputKind, TrainGraph, argument, fake_value
 from graphpasses.graph.parameters import parameter_infos

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphpasses.analysis.parameter_collectives import ALL_GATHER, UNSHARD_OPS
+from graphpasses._torch.gloo import ALL_GATHER
+from graphpasses.analysis.parameter_collectives import UNSHARD_OPS
 from graphpasses.fsdp import BucketPlan, Reduction
 from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.graph import TrainGraph
