@@ -24,7 +24,7 @@ from experiments.fsdp_bench.steps import loss_fn, transformer
 from graphpasses._torch.process_group import PythonProcessGroup
 from graphpasses.simulate.process_group import NCCLSimProcessGroup, RingProcessGroup
 
-__all__ = ["ranks_on_one_device"]
+__all__ = ["ranks_on_one_device", "register_backend"]
 
 _VOCAB = 1024
 _OLD_NAMES = {  # of torch before 2.13
@@ -55,7 +55,7 @@ def ranks_on_one_device(device: str, num_steps: int) -> tuple[bool, list[tuple[s
 
 def _rank(rank: int, num_ranks: int, port: int, device: str, num_steps: int, out: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    _register(device)
+    register_backend(device)
     dist.init_process_group("nccl_sim_host", rank=rank, world_size=num_ranks)
     rows = []
     for reductions in ("NCCL's rings", "canonical reductions"):
@@ -105,7 +105,7 @@ def _train(
     return steps, 1e3 * statistics.median(seconds)
 
 
-def _register(device: str) -> None:
+def register_backend(device: str) -> None:
     """Registers a backend like ``nccl_sim`` that takes tensors of a GPU."""
     for old, new in _OLD_NAMES.items():
         for kind in (PythonProcessGroup, RingProcessGroup):

@@ -58,7 +58,7 @@ def test_what_a_cpu_cannot_do_is_skipped() -> None:
 
 
 def test_ranks_on_one_device_add_as_nccl() -> None:
-    ranks._register("cpu")
+    ranks.register_backend("cpu")
     dist.init_process_group("nccl_sim_host", rank=0, world_size=1, store=dist.HashStore())
     x = torch.ones(2)
     dist.all_reduce(x)

@@ -34,6 +34,7 @@ class Recipe:
     context_parallel: int = 1  # degree
     expert_parallel: int = 1  # degree
     pipeline_parallel: int = 1  # degree
+    attention: Literal["sdpa", "flex"] = "sdpa"  # FlexAttention has no backward on a CPU
     schedule: str = "Interleaved1F1B"  # of a pipeline, whose microbatches have one sample
     local_batch_size: int = 1  # samples of a rank's batch
     # Samples of all ranks in a step; more than one for each accumulates, -1 is one.
@@ -59,7 +60,7 @@ def trainer_config(recipe: Recipe, folder: Path, num_steps: int, pipeline: str |
     build = getattr(models, f"{recipe.model.replace('_', '')}_configs")[recipe.flavor]
     has_experts = recipe.model == "deepseek_v3" or "moe" in recipe.flavor
     options = {"moe_comm_backend": "standard"} if has_experts else {}
-    decoder = build_decoder_config_for_backend(build, "sdpa", **options)
+    decoder = build_decoder_config_for_backend(build, recipe.attention, **options)
     decoder.layers = decoder.layers[: recipe.num_layers]
     decoder.enable_weight_tying = recipe.tied
     if recipe.tied:  # lm_head's initialization is the one that counts
