@@ -54,7 +54,7 @@ gpu: ## what only a GPU can show, on what the machine has: writes experiments/gp
 	@if PIP_RETRIES=0 PIP_DEFAULT_TIMEOUT=15 $(MAKE) --no-print-directory setup; then run=$(RUN); else \
 	  echo "Not set up: taking $(IMAGE_PYTHON) and the torch that it has."; run=$(IMAGE_PYTHON); fi; \
 	  export PYTHONPATH=$(CURDIR); $$run -m experiments.gpu $(GPU_OPTIONS); status=$$?; \
-	  if $$run -c 'import pytest' 2>/dev/null; then $$run -m pytest -q -rs -m gpu tests/_torch/test_fake_kernels.py tests/embedding/test_arena.py tests/parity/test_hashing.py tests/proof/test_axioms.py tests/proof/test_offloading.py tests/ops/test_reduce_in_tree.py tests/fusion || status=1; \
+	  if $$run -c 'import pytest' 2>/dev/null; then $$run -m pytest -q -rs -m gpu tests/_torch/test_fake_kernels.py tests/embedding/test_arena.py tests/parity/test_hashing.py tests/proof/test_axioms.py tests/proof/test_offloading.py tests/ops/test_reduce_in_tree.py tests/capture/test_random_state.py tests/fusion || status=1; \
 	  else echo "tests marked gpu: skipped, pytest is not installed"; fi; exit $$status
 
 # Two processes, each with whole files, since what is launched once serves a file's tests. What is the same with

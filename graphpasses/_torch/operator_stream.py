@@ -107,11 +107,15 @@ class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         given = list(_named(func, args, kwargs))
         inputs = tuple(self.see(name, each) for name, each in given if isinstance(each, Tensor))
-        state = _random_state(func, given)
+        state, device = _random_state(func, given)
         if state is not None:
             inputs = (*inputs, replace(self.see("random state", state), memory=None))
         keeps = self._num_calls in self._keep
-        kept = {"args": _copied(args), "kwargs": _copied(dict(kwargs)), "random_state": state} if keeps else {}
+        kept = (
+            {"args": _copied(args), "kwargs": _copied(dict(kwargs)), "random_state": state, "random_device": device}
+            if keeps
+            else {}
+        )
         results = func(*args, **kwargs)
         outputs = self._outputs(func, given, results)
         if keeps:
@@ -212,18 +216,18 @@ def _written(func: Any, given: list[tuple[str, Any]]) -> list[tuple[str, Tensor]
     return [(name, each) for name, each in given if isinstance(each, Tensor) and name.split("[")[0] in names]
 
 
-def _random_state(func: Any, given: list[tuple[str, Any]]) -> Tensor | None:
-    """Returns the state of the generator that an operator is about to draw from; None if it draws nothing."""
+def _random_state(func: Any, given: list[tuple[str, Any]]) -> tuple[Tensor | None, str]:
+    """Returns the state of the generator that an operator is about to draw from, if it draws, and its device."""
     generator = next((each for _, each in given if isinstance(each, torch.Generator)), None)
     if generator is not None:
-        return generator.get_state()
+        return generator.get_state(), str(generator.device)
     if torch.Tag.nondeterministic_seeded not in func.tags:
-        return None
+        return None, ""
     devices = [each.device for _, each in given if isinstance(each, Tensor)]
     device = devices[0] if devices else next((e for _, e in given if isinstance(e, torch.device)), None)
     if device is not None and device.type == "cuda":
-        return torch.cuda.get_rng_state(device)
-    return torch.get_rng_state()
+        return torch.cuda.get_rng_state(device), str(device)
+    return torch.get_rng_state(), "cpu"
 
 
 GATHER, REDUCE = "fsdp.gather_parameter", "fsdp.reduce_gradient"

@@ -27,6 +27,7 @@ from graphpasses.embedding.torchrec.ddp_calls import modules_and_lookups
 from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.identity import attributes_restored
+from graphpasses.ops.random_state import read_states
 
 
 @never_compiled
@@ -102,7 +103,7 @@ def _results(model: nn.Module, batch: Sequence[Any], run: Callable[[], torch.Ten
 
     def run_and_draw() -> torch.Tensor:
         loss = run()
-        drawn["state of the random numbers"] = torch.get_rng_state()
+        drawn.update({f"state of the random numbers ({device})": state for device, state in read_states().items()})
         return loss
 
     tensors = _tensors(model, batch)

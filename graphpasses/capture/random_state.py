@@ -5,19 +5,17 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import fx
 
 from graphpasses._torch.schemas import draws
-from graphpasses.analysis.backward import is_backward
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.nodes import named_call
-from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
+from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE, accelerator
 from graphpasses.state.outside import drawn
 
 
@@ -31,7 +29,7 @@ class RandomCalls:
 
 @contextmanager
 def random_state_traced(calls: RandomCalls) -> Iterator[None]:
-    """Puts calls that read and set the CPU's random state into the graph that is traced in the block.
+    """Puts calls that read and set random states, the CPU's or the accelerator's, into the graph traced in the block.
 
     Activation checkpointing saves the state in forward and sets it in backward, so that both draw the same numbers.
     ``calls`` gets what else the block does with random numbers. Source: ``torch.utils.checkpoint`` and
@@ -49,9 +47,27 @@ def random_state_traced(calls: RandomCalls) -> Iterator[None]:
     replaced |= {"get_rng_state": READ_RANDOM_STATE, "set_rng_state": SET_RANDOM_STATE}
     replace: Any = mock.patch.multiple
     before = _python_states()
-    with replace(torch, **replaced), replace(torch.random, **replaced):
+    with ExitStack() as stack:
+        for module in (torch, torch.random):
+            stack.enter_context(replace(module, **replaced))
+        if (device := accelerator()) is not None:
+            stack.enter_context(replace(torch.get_device_module(device), **_of_device(device)))
         yield
     calls.others.extend(name for name, state in _python_states().items() if before.get(name, state) != state)
+
+
+def _of_device(current: torch.device) -> dict[str, Callable[..., Any]]:
+    """Returns what reads and sets the state of a device's generator; without an index it is the current device's."""
+
+    def named(device: Any) -> torch.device:
+        device = torch.device(current.type, device) if isinstance(device, int) else torch.device(device)
+        here = torch.accelerator.current_device_index()
+        return device if device.index is not None else torch.device(current.type, here)
+
+    return {
+        "get_rng_state": lambda device=current.type: READ_RANDOM_STATE(named(device)),
+        "set_rng_state": lambda new_state, device=current.type: SET_RANDOM_STATE(new_state, named(device)),
+    }
 
 
 def _python_states() -> dict[str, object]:
@@ -73,20 +89,7 @@ def find_random_fault(step: CapturedStep, calls: RandomCalls) -> str | None:
             f"loss_fn calls {calls.seeds[0]}, and {named_call(drawing[0])} draws from its generator; a captured step "
             "would not seed again. Seed before the step"
         )
-    elsewhere = [node for node in drawing if is_backward(node) and _device(node).type != "cpu"]
-    if elsewhere and any(node.target is SET_RANDOM_STATE for node in states):
-        return (
-            f"activation checkpointing computes {named_call(elsewhere[0])} again in backward, with forward's random "
-            f"numbers (preserve_rng_state=True), on {_device(elsewhere[0])}; a captured step does so on the "
-            "CPU only. Set the dropout of checkpointed blocks to 0, or do not checkpoint them"
-        )
     if not drawing:
         for node in reversed(states):
             step.graph.erase_node(node)
     return None
-
-
-def _device(node: fx.Node) -> torch.device:
-    value = node.meta["val"]
-    first: torch.Tensor = value[0] if isinstance(value, (list, tuple)) else value
-    return first.device

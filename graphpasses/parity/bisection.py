@@ -204,7 +204,8 @@ def call(name):
     saved = torch.load(HERE / name, weights_only=True)
     namespace, operator, overload = saved["operator"].split(".")
     if saved["random_state"] is not None:
-        torch.set_rng_state(saved["random_state"])
+        of_device = saved["random_device"] != "cpu"
+        (torch.cuda if of_device else torch).set_rng_state(saved["random_state"])
     function = getattr(getattr(getattr(torch.ops, namespace), operator), overload)
     print(saved["operator"], [each for each in saved["args"] if not isinstance(each, torch.Tensor)], saved["kwargs"])
     result = function(*saved["args"], **saved["kwargs"])

@@ -17,11 +17,13 @@ from graphpasses._torch.schemas import (
     bind_named,
     given_arguments,
     is_seeded,
+    named_arguments,
     schemas,
 )
 from graphpasses.analysis.effects import names_written, nodes_in
 from graphpasses.fbgemm.names import BOUNDS_CHECK, TRACED_LOOKUP
 from graphpasses.graph import argument
+from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
 from graphpasses.proof import movement
 from graphpasses.proof.core.facts import Facts, Leaf, leaves
 from graphpasses.proof.core.memory import Memory
@@ -340,3 +342,13 @@ def _written_bases(view: Any, bases: Sequence[fx.Node]) -> Any:
     if isinstance(view, list):
         return [_written_bases(each, bases) for each in view]
     return None if view is None else bases[view.base]
+
+
+def draws_elsewhere(node: fx.Node, results: Any) -> bool:
+    """Whether a call that draws, or reads or sets a state, does so of another generator than the CPU's."""
+    if node.target in (READ_RANDOM_STATE, SET_RANDOM_STATE):
+        return named_arguments(node).get("device") is not None
+    return any(
+        isinstance(each, torch.Tensor) and each.device.type != "cpu"
+        for each in (results if isinstance(results, (list, tuple)) else [results])
+    )

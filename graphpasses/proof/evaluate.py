@@ -13,7 +13,7 @@ from torch import fx
 
 from graphpasses._torch.gloo import ALL_GATHER
 from graphpasses._torch.group_ranks import named_group
-from graphpasses._torch.schemas import draws, read_functionalized_call
+from graphpasses._torch.schemas import draws, named_arguments, read_functionalized_call
 from graphpasses.analysis.effects import has_hidden_state, is_elementwise_on_lists, names_written, written_inputs
 from graphpasses.graph import ALL_TO_ALL, WAIT, TrainGraph, argument
 from graphpasses.graph.nodes import (
@@ -30,7 +30,7 @@ from graphpasses.ops.join_lookups import JOIN_BAGS
 from graphpasses.ops.pack_all_to_all import PACK, PACK_POOLED_EMBEDDINGS, UNPACK
 from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
 from graphpasses.proof import movement
-from graphpasses.proof.calls import Calls, is_function
+from graphpasses.proof.calls import Calls, draws_elsewhere, is_function
 from graphpasses.proof.columns import AXIOM as COLUMNS
 from graphpasses.proof.core.facts import Facts, Leaf, Place
 from graphpasses.proof.core.operators import AXIOMS, RULES
@@ -85,6 +85,9 @@ class Evaluation(Calls):
         if before is not None:
             self._random, self._hidden = before.random_state, before.hidden_state
         self._constants = {**read_constants(graph.graph), **(constants or {})}
+        self._draws_elsewhere = any(
+            draws(node) and draws_elsewhere(node, self._facts[node]) for node in graph.graph.nodes
+        )
         self._given = given or {}
         self._exchanges = Exchanges(facts)
         self._arriving: dict[fx.Node, Result] = {}  # what launches bring
@@ -377,9 +380,14 @@ class Evaluation(Calls):
         return self._columns.joined(received, self._exchanges.sizes(args[1:2])[0], args[2])
 
     def _random_state(self, node: fx.Node, fake: Any) -> Result:
+        """Notes also a device's state as that of all generators: only the CPU's alone is known to be as before."""
+        device = named_arguments(node).get("device")
         if node.target == READ_RANDOM_STATE:
-            return self.opaque(node, fake, ("state read", self._random))
+            return self.opaque(node, fake, ("state read", self._random, device))
         state = self._read(node.all_input_nodes[0])
+        if self._draws_elsewhere:
+            self._random = self._table.source(("state set", state.number, device, self._random))
+            return None
         self._random = self._table.source(("state set", state.number))
         if isinstance(state, Value) and state.pieces is not None and len(state.pieces) == 1:
             key = self._table.key(state.pieces[0].source)

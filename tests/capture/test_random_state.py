@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from graphpasses.capture import capture_train_step
-from graphpasses.errors import CaptureError
+from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.graph import CapturedStep
-from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
+from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE, read_states
 
 X = torch.arange(8.0).view(2, 4)
 
@@ -51,7 +51,7 @@ class CheckpointedAttention(Checkpointed):
         return nn.functional.scaled_dot_product_attention(y, y, y)[0, 0]
 
 
-def differing(step: CapturedStep, eager: nn.Module) -> list[str]:
+def differing(step: CapturedStep, eager: nn.Module, x: torch.Tensor = X) -> list[str]:
     """Trains both for three steps from one seed, and names what differs at the end."""
     models = {"captured": step.model, "eager": eager}
     optimizers = {name: torch.optim.SGD(model.parameters(), 0.1) for name, model in models.items()}
@@ -62,16 +62,16 @@ def differing(step: CapturedStep, eager: nn.Module) -> list[str]:
         for _ in range(3):
             optimizers[name].zero_grad()
             if name == "eager":
-                loss = loss_fn(model, X)
+                loss = loss_fn(model, x)
                 loss.backward()
             else:
-                loss = step(X)
+                loss = step(x)
             losses[name].append(loss.item())
             optimizers[name].step()
-        states[name] = torch.get_rng_state()
+        states[name] = read_states()
     return [
         *(["losses"] if losses["captured"] != losses["eager"] else []),
-        *(["random state"] if not torch.equal(states["captured"], states["eager"]) else []),
+        *(key for key, state in states["eager"].items() if not torch.equal(states["captured"][key], state)),
         *(
             fqn
             for (fqn, p), q in zip(step.model.named_parameters(), eager.parameters(), strict=True)
@@ -88,13 +88,15 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", MODELS)
-def test_checkpoints(name: str) -> None:
-    step = capture_train_step(loss_fn, MODELS[name](), X)
-    assert not differing(step, MODELS[name]())
+def test_checkpoints(name: str, device: str) -> None:
+    x = X.to(device)
+    step = capture_train_step(loss_fn, MODELS[name]().to(device), x)
+    assert not differing(step, MODELS[name]().to(device), x)
     states = [node for node in step.graph.nodes if node.target in (READ_RANDOM_STATE, SET_RANDOM_STATE)]
     # Forward reads; backward reads, sets forward's, and sets back.
-    assert len(states) == (2 * 4 if name == "dropout" else 0)
+    assert len(states) == ((2 if device == "cpu" else 4) * 4 if name == "dropout" else 0)
 
 
 def test_control_without_the_state() -> None:
@@ -103,6 +105,36 @@ def test_control_without_the_state() -> None:
         step.graph.erase_node(node)
     step.module.recompile()
     assert "layers.1.bias" in differing(step, Checkpointed(0.5))
+
+
+def test_the_state_of_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU stands for one: the graph has calls with its device, which draw the same numbers again."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.cpu, "get_rng_state", lambda device="cpu": torch.get_rng_state(), raising=False)
+    monkeypatch.setattr(
+        torch.cpu, "set_rng_state", lambda state, device="cpu": torch.set_rng_state(state), raising=False
+    )
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        state = torch.cpu.get_rng_state()
+        y = nn.functional.dropout(model(x))
+        torch.cpu.set_rng_state(state)
+        return (y * nn.functional.dropout(model(x))).mean()
+
+    model = nn.Linear(4, 4)
+    step = capture_train_step(loss_fn, model, X)
+    (read,), (written,) = (
+        step.graph.find_nodes(op="call_function", target=target) for target in (READ_RANDOM_STATE, SET_RANDOM_STATE)
+    )
+    assert read.args == (torch.device("cpu", 0),)
+    assert written.args == (read, torch.device("cpu", 0))
+    step.check(X)
+    step.graph.erase_node(written)
+    step.module.recompile()
+    with pytest.raises(FidelityError, match="computes another loss than eager"):
+        step.check(X)
 
 
 def test_a_seed_in_the_loss() -> None:

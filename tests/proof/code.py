@@ -13,6 +13,7 @@ from torch import fx, nn
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import ProofError
 from graphpasses.graph import CapturedStep
+from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
 from graphpasses.proof.prove import prove
 
 aten = torch.ops.aten
@@ -103,3 +104,20 @@ def check(captured: CapturedStep, case: Case) -> None:
     assert answer(captured, case.before, case.before) == "proved"
     assert answer(captured, case.before, case.right) == "proved"
     assert answer(captured, case.before, case.wrong) != "proved"
+
+
+def drawn_again(is_twice: bool, *devices: torch.device) -> Make:
+    """Draws, perhaps for the second time from the states that were read before."""
+
+    def make(code: Code) -> fx.Node:
+        states = [code.call(READ_RANDOM_STATE, *given) for given in ((), *zip(devices))]
+        if is_twice:
+            code.uniform__default(code.clone_default(code.x))
+        for state, given in zip(states, ((), *zip(devices)), strict=True):
+            code.call(SET_RANDOM_STATE, state, *given)
+        return code.tanh_default(code.uniform__default(code.clone_default(code.x)))
+
+    return make
+
+
+OTHER = torch.device("cpu")  # of whose generator nothing is known: it stands for an accelerator's

@@ -15,7 +15,7 @@ from graphpasses.graph import CapturedStep
 from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
 from graphpasses.proof.prove import prove
 from graphpasses.proof.real_memory import would_end_process
-from tests.proof.code import Case, Code, Make, Model, X, answer, capture_model, check
+from tests.proof.code import OTHER, Case, Code, Make, Model, X, answer, capture_model, check, drawn_again
 
 aten = torch.ops.aten
 
@@ -173,6 +173,12 @@ def drawn(copied: bool) -> Make:
 
 
 CASES = [
+    Case(
+        "of several generators one is set back",
+        drawn_again(True, OTHER),
+        drawn_again(False, OTHER),
+        drawn_again(True, OTHER),
+    ),
     Case("a copy is filled with random numbers", drawn(True), drawn(False), drawn(True)),
     *(
         Case(f"{view} shares memory", *read_before_write(view, *sizes))

@@ -11,7 +11,7 @@ from torch import fx
 
 from graphpasses.graph import CapturedStep
 from graphpasses.proof import counterexample
-from tests.proof.code import Code, Make, answer, capture_model
+from tests.proof.code import Code, Make, answer, capture_model, drawn_again
 from tests.proof.numbers import FLOATS
 
 aten = torch.ops.aten
@@ -51,6 +51,7 @@ RIGHT: dict[str, tuple[Make, Make]] = {
         lambda c: c.copy__default(c.buffer, c.call(aten.view.default, c.x, [64])),
         lambda c: c.copy__default(c.buffer, src=c.call(aten.view.default, c.x, [64])),
     ),
+    "drawn again": (drawn_again(True), drawn_again(False)),
     "a default": (
         lambda c: c.item(c.sort_default(c.x), 0),
         lambda c: c.item(c.sort_default(c.x, 1, False), 0),
