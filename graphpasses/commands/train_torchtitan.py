@@ -21,16 +21,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 
 def main(args: Sequence[str] | None = None) -> None:
     """Runs ``torchtitan.train`` with the pipeline registered, and as its options say."""
-    from torchtitan import train, trainer
-
-    import graphpasses.integrations.torchtitan.pass_pipeline  # noqa: F401  registers the pipeline
-    from graphpasses.integrations.torchtitan.any_cluster import canonical_trainer
-    from graphpasses.integrations.torchtitan.chunks import chunked_trainer
-    from graphpasses.parity.record_trainer import recorded
-
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--record", type=Path)
     how = parser.add_mutually_exclusive_group()
@@ -38,9 +34,18 @@ def main(args: Sequence[str] | None = None) -> None:
     how.add_argument("--chunks", nargs=2)
     parser.add_argument("--any-expert-degree", action="store_true")
     ours, theirs = parser.parse_known_args(args)
+    if torch.accelerator.is_available() and not hasattr(dist, "set_timeout"):
+        parser.error("on a GPU torchtitan 0.3.0 needs torch 2.14 or newer, whose torch.distributed has set_timeout")
     if ours.any_expert_degree and not ours.canonical:
         parser.error("--any-expert-degree goes with --canonical")
     sys.argv[1:] = theirs
+    from torchtitan import train, trainer
+
+    import graphpasses.integrations.torchtitan.pass_pipeline  # noqa: F401  registers the pipeline
+    from graphpasses.integrations.torchtitan.any_cluster import canonical_trainer
+    from graphpasses.integrations.torchtitan.chunks import chunked_trainer
+    from graphpasses.parity.record_trainer import recorded
+
     if ours.canonical or ours.chunks:
 
         def build(config: Any) -> Any:
