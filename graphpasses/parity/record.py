@@ -210,6 +210,8 @@ class ParityRecorder:
                 and see :func:`graphpasses.parity.tensor_hashes`.
             ReplicaMismatchError: see :func:`graphpasses.parity.tensor_hashes`.
         """
+        if optimizer is not None and not isinstance(model, nn.Module):
+            raise UnsupportedError("optimizer= needs the module as model; of tensors by name, add its state to them")
         losses = self._losses(step, loss)
         self._last_step = step
         if step in self._operators:
@@ -219,11 +221,7 @@ class ParityRecorder:
         if gradients is None:
             gradients = named_gradients(model) if isinstance(model, nn.Module) else {}
         state: Mapping[str, Tensor] = named_weights(model) if isinstance(model, nn.Module) else model
-        if optimizer is not None:
-            if not isinstance(model, nn.Module):
-                raise UnsupportedError(
-                    "optimizer= needs the module as model; of tensors by name, add its state to them"
-                )
+        if optimizer is not None and isinstance(model, nn.Module):
             state = {**state, **named_optimizer_state(model, optimizer)}
         both: dict[str, Tensor | None] = {f"weight of {n}": t for n, t in state.items()}
         both |= {f"gradient of {n}": t for n, t in gradients.items()}
