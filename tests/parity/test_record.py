@@ -82,7 +82,7 @@ def test_a_step_without_loss_and_given_gradients(path: Path) -> None:
 def test_a_refused_step_may_be_recorded_again(path: Path) -> None:
     momentum = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     with ParityRecorder(path) as recorder:
-        with pytest.raises(UnsupportedError, match="^cannot record a loss of shape .2. and dtype torch.float32$"):
+        with pytest.raises(UnsupportedError, match=r"^cannot record a loss of shape "):
             recorder.record(0, torch.zeros(2), {})
         with pytest.raises(UnsupportedError, match=r"^optimizer= needs the module"):
             recorder.record(0, None, {}, optimizer=momentum)
