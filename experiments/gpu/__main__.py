@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.gpu import fusion, hashes, lookups, models, ranks, recommender, steps, titan, tree, zoo
+from experiments.gpu import fusion, hashes, lookups, models, nccl, ranks, recommender, steps, titan, tree, zoo
 from experiments.gpu.result import Check, Result, SkippedError
 from experiments.harness.versions import installed_versions
 from graphpasses.errors import UnsupportedError
@@ -25,6 +25,7 @@ CHECKS = (
     Check("captured step against eager FSDP2, one rank", steps.parity),
     Check("the same, with clipping and AdamW in the step", steps.parity_with_optimizer),
     Check("two and four ranks on one device", ranks.ranks_on_one_device),
+    Check("NCCL, four ranks on one device", nccl.nccl_on_one_device),
     Check("torchtitan's trainers, two ranks on one device", titan.trainers),
     Check("models that others wrote", models.strangers_models),
     Check("architectures of transformers", zoo.architectures),
