@@ -11,8 +11,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import fx
 
-from graphpasses._torch.schemas import draws
+from graphpasses._torch.schemas import draws, named_arguments
+from graphpasses.analysis.backward import is_backward
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.nodes import named_call
 from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE, accelerator
@@ -89,7 +91,21 @@ def find_random_fault(step: CapturedStep, calls: RandomCalls) -> str | None:
             f"loss_fn calls {calls.seeds[0]}, and {named_call(drawing[0])} draws from its generator; a captured step "
             "would not seed again. Seed before the step"
         )
+    of_devices = {device.type for node in states if (device := named_arguments(node).get("device"))}
+    elsewhere = [node for node in drawing if is_backward(node) and _device(node).type not in {"cpu", *of_devices}]
+    if elsewhere and any(node.target is SET_RANDOM_STATE for node in states):
+        return (
+            f"activation checkpointing computes {named_call(elsewhere[0])} again in backward, with forward's random "
+            f"numbers (preserve_rng_state=True), on {_device(elsewhere[0])}, which was not in use when the "
+            "capture began: move the model there before it"
+        )
     if not drawing:
         for node in reversed(states):
             step.graph.erase_node(node)
     return None
+
+
+def _device(node: fx.Node) -> torch.device:
+    value = node.meta["val"]
+    first: torch.Tensor = value[0] if isinstance(value, (list, tuple)) else value
+    return first.device

@@ -9,12 +9,13 @@ from graphpasses.ops.define import define_operator
 
 
 def accelerator() -> torch.device | None:
-    """Returns the device whose generator a step draws from beside the CPU's: of this process's accelerator."""
+    """Returns the device whose generator a step draws from beside the CPU's: the accelerator, if it is in use."""
     kind = torch.accelerator.current_accelerator()
     if kind is None or not torch.accelerator.is_available():
         return None
-    is_seeded = hasattr(torch.get_device_module(kind), "get_rng_state")
-    return torch.device(kind.type, torch.accelerator.current_device_index()) if is_seeded else None
+    module = torch.get_device_module(kind)
+    is_used = hasattr(module, "get_rng_state") and getattr(module, "is_initialized", lambda: True)()
+    return torch.device(kind.type, torch.accelerator.current_device_index()) if is_used else None
 
 
 def read_state(device: torch.device | None = None) -> Tensor:
