@@ -131,13 +131,7 @@ class ParityRecorder:
             return
         with self._operator_file.step(step, model, batch, self._operators[step]):
             yield
-        self._raise_operators()
-
-    def _raise_operators(self) -> None:
-        """Raises on all ranks what went wrong with the operators of one."""
-        for failure in gathered(self._operator_file.failure):
-            if failure is not None:
-                raise RunFileError(failure)
+        self._raise_together(self._operator_file.failure)
 
     def _open(self, header: bytes, overwrite: bool) -> str | None:
         """Opens the file and writes its header; returns what went wrong."""
@@ -173,12 +167,9 @@ class ParityRecorder:
                 )
 
     def _raise_together(self, failure: str | None) -> None:
-        """Raises on all ranks what went wrong on rank 0, or the others would wait for it in the next step."""
-        failures = [failure]
-        if self._world_size > 1:
-            dist.broadcast_object_list(failures, src=0)
-        if failures[0] is not None:
-            raise RunFileError(failures[0])
+        """Raises on all ranks what went wrong on one, or the others would wait for it in the next step."""
+        if found := list(filter(None, gathered(failure))):
+            raise RunFileError(found[0])
 
     def record(
         self,
@@ -214,7 +205,7 @@ class ParityRecorder:
         self._last_step = step
         if step in self._operators:
             self._operator_file.add_loss(step, loss)
-            self._raise_operators()
+            self._raise_together(self._operator_file.failure)
         # One call, hence one all-reduce, for both; a FQN cannot start with these marks.
         if gradients is None:
             gradients = named_gradients(model) if isinstance(model, nn.Module) else {}
