@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from graphpasses._torch.group_ranks import gathered
+from graphpasses._torch.group_ranks import gathered, rank_of_world
 from graphpasses.errors import GraphPassesError, RunFileError, UnsupportedError
 from graphpasses.fsdp.layout import Layout
 from graphpasses.graph.pass_report import PipelineReport
@@ -92,7 +92,7 @@ class ParityRecorder:
         self._failure: str | None = None
         self._last_step: int | None = None
         self._num_steps = 0
-        self._rank, self._world_size = _rank_of_world()
+        self._rank, self._world_size = rank_of_world()
         # A group of nccl_sim or of run_cluster has one.
         if topology is None and dist.is_available() and dist.is_initialized():
             simulated = getattr(dist.group.WORLD, "topology", None)
@@ -252,7 +252,7 @@ class ParityRecorder:
 
     def _losses(self, step: int, loss: Tensor | float | None) -> run_file.Loss | None:
         """Gathers each rank's loss; raises on all ranks where one cannot record it, or records something else."""
-        if (now := _rank_of_world()[1]) != self._world_size:
+        if (now := rank_of_world()[1]) != self._world_size:
             raise RunFileError(
                 f"the recorder of '{self._path}' was made on {self._world_size} ranks, and {now} record: make it "
                 "after init_process_group(), and close it before destroy_process_group()"
@@ -304,11 +304,6 @@ class ParityRecorder:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(complete=error is None)
-
-
-def _rank_of_world() -> tuple[int, int]:
-    """Returns this process's rank, and how many there are."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
 def _loss_of_rank(loss: Tensor | float) -> run_file.Loss:
