@@ -6,11 +6,11 @@ import difflib
 from collections.abc import Collection, Sequence
 
 
-def aligned(rows: Sequence[Sequence[str]], *, max_rows: int | None = None) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]], *, max_rows: int = 20) -> list[str]:
     """Returns a line for each row, the first a header, its cells below each other; at most ``max_rows`` rows below
     that, and then how many more there are.
     """
-    kept = rows if max_rows is None else rows[: max_rows + 1]
+    kept = rows[: max_rows + 1]
     widths = [max(map(len, column)) for column in zip(*kept, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in kept]
     return lines if len(kept) == len(rows) else [*lines, f"… and {len(rows) - len(kept)} more"]

@@ -16,6 +16,11 @@ def group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
+def rank_of_world() -> tuple[int, int]:
+    """Returns this process's rank, and how many there are."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+
+
 def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Returns each rank's value, in group order; a process that belongs to no group is asked alone."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:

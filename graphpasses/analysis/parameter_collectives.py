@@ -50,7 +50,7 @@ UNSHARD_OPS = _PACK_OPS | {
     operator.getitem,
 }
 # What stands between a reduction's wait and the gradient output.
-_AFTER_REDUCTION = frozenset({CAST, aten.slice.Tensor, aten.view.default, aten.reshape.default, *SAME_TENSOR_OPS})
+AFTER_REDUCTION = frozenset({CAST, aten.slice.Tensor, aten.view.default, aten.reshape.default, *SAME_TENSOR_OPS})
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def gradient_summands(value: fx.Node) -> Iterator[tuple[fx.Node, tuple[fx.Node, 
     while pending:
         source = pending.pop()
         tail: list[fx.Node] = []
-        while source.target in _AFTER_REDUCTION:
+        while source.target in AFTER_REDUCTION:
             tail.insert(0, source)
             source = argument(source)
         if is_add(source) and SAME_TENSOR_OPS.issuperset(node.target for node in tail):
@@ -204,7 +204,7 @@ def _is_alone(node: fx.Node) -> bool:
 def is_read_inside(value: fx.Node) -> bool:
     """Whether the step itself reads a gradient output, or a reduced summand of it."""
     nodes = reach(
-        [value], lambda node: node.all_input_nodes if node.target in _AFTER_REDUCTION or is_add(node) else ()
+        [value], lambda node: node.all_input_nodes if node.target in AFTER_REDUCTION or is_add(node) else ()
     )
     return any(user.op != "output" and user not in nodes for node in nodes for user in node.users)
 

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from graphpasses.analysis.parameter_collectives import (
+    AFTER_REDUCTION,
     ALL_REDUCES,
-    CAST,
     REDUCE_SCATTERS,
     before_padding,
     calls,
@@ -21,17 +21,16 @@ from graphpasses.analysis.parameter_collectives import (
 )
 from graphpasses.errors import LayoutError
 from graphpasses.fsdp.layout import BucketLayout, Collective, Layout, LayoutEntry, with_entries
-from graphpasses.graph import TrainGraph, argument
-from graphpasses.graph.nodes import SAME_TENSOR_OPS
+from graphpasses.graph import WAIT, TrainGraph, argument
 from graphpasses.graph.parameters import ParameterInfo
 
 aten = torch.ops.aten
 SPLIT = aten.split_with_sizes.default
 
 # What undoes casts, padding and the mean's divisor; a gradient's bytes keep their place in all of them.
-KEEP_PLACE = frozenset(
-    {CAST, *SAME_TENSOR_OPS, aten.div.Scalar, aten.reshape.default, aten.slice.Tensor, aten.view.default}
-)
+_KEEP_PLACE = AFTER_REDUCTION | {aten.div.Scalar}
+UNPACK_OPS = _KEEP_PLACE | {WAIT, SPLIT, operator.getitem}
+"""What stands between the launch of a reduction, packed or not, and the gradients that a step returns."""
 
 
 def graph_layout(graph: TrainGraph) -> Layout:
@@ -101,7 +100,7 @@ def _collectives_behind(value: fx.Node | None, info: ParameterInfo) -> Iterator[
                 source, _ = before_padding(argument(node))
                 if is_result_of(source, ALL_REDUCES, info.replicate_ranks):
                     yield argument(source), 0, (_numel(source),)
-        elif isinstance(node, fx.Node) and node.target in KEEP_PLACE:
+        elif isinstance(node, fx.Node) and node.target in _KEEP_PLACE:
             pending.append((node.args[0], part, sizes))
         elif calls(node, aten.add.Tensor):
             pending += [(source, part, sizes) for source in reversed(node.all_input_nodes)]

@@ -9,7 +9,6 @@ from graphpasses.fsdp.layout import Collective, Layout, dtype_bytes
 from graphpasses.ops.reduce_in_tree import is_tree_op
 from graphpasses.text import aligned
 
-_MAX_ROWS = 20
 PlaceKey = tuple[str, Collective, int]
 
 
@@ -80,7 +79,7 @@ class LayoutDiff:
         if not self.moves:
             return "layouts are equal"
         rows = [(move.fqn, str(move.before or "-"), str(move.after or "-")) for move in self.moves]
-        return "\n".join(aligned([("parameter", "before", "after"), *rows], max_rows=_MAX_ROWS))
+        return "\n".join(aligned([("parameter", "before", "after"), *rows]))
 
 
 def diff_layouts(a: Layout, b: Layout) -> LayoutDiff:

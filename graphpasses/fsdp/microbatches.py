@@ -13,6 +13,7 @@ from torch.utils.data import Sampler
 
 from graphpasses._torch.dtensor import as_dtensor, local_part
 from graphpasses._torch.fsdp2 import named_sharded_parameters, own_reduction, read_groups
+from graphpasses._torch.group_ranks import rank_of_world
 from graphpasses._torch.storage import times_written
 from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.graph_layout import reduced_parts
@@ -52,9 +53,8 @@ class MicrobatchSampler(Sampler[list[int]]):
         rank: int | None = None,
         num_ranks: int | None = None,
     ) -> None:
-        is_distributed = dist.is_available() and dist.is_initialized()
-        self._rank = rank if rank is not None else dist.get_rank() if is_distributed else 0
-        self._num_ranks = num_ranks or (dist.get_world_size() if is_distributed else 1)
+        own, num = rank_of_world()
+        self._rank, self._num_ranks = own if rank is None else rank, num_ranks or num
         if num_microbatches % self._num_ranks:
             raise UnsupportedError(
                 f"{self._num_ranks} ranks do not divide the {num_microbatches} microbatches of a global batch"

@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from graphpasses._torch import pytree
+from graphpasses._torch.group_ranks import rank_of_world
 from graphpasses._torch.schemas import is_operator, returns_alias, writes_arguments
 from graphpasses.analysis.levels import grouped
 from graphpasses.analysis.parameter_collectives import REDUCE_SCATTERS, collective_ranks, find_gathers
@@ -71,8 +71,7 @@ def graph_traffic(graph: TrainGraph) -> Traffic:
             more_flops, more_bytes = operator_cost(node)
             flops, num_bytes = flops + more_flops, num_bytes + more_bytes
     add(None, -1)
-    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-    return Traffic(num_ranks, tuple(transfers), tuple(events))
+    return Traffic(rank_of_world()[1], tuple(transfers), tuple(events))
 
 
 def layout_traffic(

@@ -133,4 +133,4 @@ class PipelineReport:
         notes += [f"{report.name}: {note}" for report in self.passes for note in report.notes]
         notes += [f"proof: {self.proof}"] if self.proof else []
         notes += [] if self.certificate is None else self.certificate.not_proved()
-        return "\n".join(aligned(rows) + notes)
+        return "\n".join(aligned(rows, max_rows=len(rows)) + notes)

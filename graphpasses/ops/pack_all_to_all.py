@@ -111,26 +111,16 @@ def unpack_all_to_all(
     return outputs
 
 
-def _fake_unpack(
-    packed: Tensor,
-    splits: Sequence[int],
-    row_shapes: Sequence[int],
-    row_dims: Sequence[int],
-    dtypes: Sequence[torch.dtype],
-) -> list[Tensor]:
-    shapes = _row_shapes(row_shapes, row_dims)
-    num_rows = [torch.sym_sum(rows) for rows in _by_member(splits, len(dtypes))]  # type: ignore[no-untyped-call]
-    return [
-        packed.new_empty((rows, *shape), dtype=dtype)
-        for rows, shape, dtype in zip(num_rows, shapes, dtypes, strict=True)
-    ]
-
-
 UNPACK = define_operator(
     "unpack_all_to_all(Tensor packed, SymInt[] splits, SymInt[] row_shapes, int[] row_dims, ScalarType[] dtypes)"
     " -> Tensor[]",
     unpack_all_to_all,
-    fake=_fake_unpack,
+    fake=lambda packed, splits, row_shapes, row_dims, dtypes: [
+        packed.new_empty((torch.sym_sum(rows), *shape), dtype=dtype)  # type: ignore[no-untyped-call]
+        for rows, shape, dtype in zip(
+            _by_member(splits, len(dtypes)), _row_shapes(row_shapes, row_dims), dtypes, strict=True
+        )
+    ],
 )
 
 

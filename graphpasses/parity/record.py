@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from graphpasses._torch.group_ranks import gathered
+from graphpasses._torch.group_ranks import gathered, rank_of_world
 from graphpasses.errors import GraphPassesError, RunFileError, UnsupportedError
 from graphpasses.fsdp.layout import Layout
 from graphpasses.graph.pass_report import PipelineReport
@@ -92,7 +92,7 @@ class ParityRecorder:
         self._failure: str | None = None
         self._last_step: int | None = None
         self._num_steps = 0
-        self._rank, self._world_size = _rank_of_world()
+        self._rank, self._world_size = rank_of_world()
         # A group of nccl_sim or of run_cluster has one.
         if topology is None and dist.is_available() and dist.is_initialized():
             simulated = getattr(dist.group.WORLD, "topology", None)
@@ -131,13 +131,7 @@ class ParityRecorder:
             return
         with self._operator_file.step(step, model, batch, self._operators[step]):
             yield
-        self._raise_operators()
-
-    def _raise_operators(self) -> None:
-        """Raises on all ranks what went wrong with the operators of one."""
-        for failure in gathered(self._operator_file.failure):
-            if failure is not None:
-                raise RunFileError(failure)
+        self._raise_together(self._operator_file.failure)
 
     def _open(self, header: bytes, overwrite: bool) -> str | None:
         """Opens the file and writes its header; returns what went wrong."""
@@ -173,12 +167,9 @@ class ParityRecorder:
                 )
 
     def _raise_together(self, failure: str | None) -> None:
-        """Raises on all ranks what went wrong on rank 0, or the others would wait for it in the next step."""
-        failures = [failure]
-        if self._world_size > 1:
-            dist.broadcast_object_list(failures, src=0)
-        if failures[0] is not None:
-            raise RunFileError(failures[0])
+        """Raises on all ranks what went wrong on one, or the others would wait for it in the next step."""
+        if found := list(filter(None, gathered(failure))):
+            raise RunFileError(found[0])
 
     def record(
         self,
@@ -216,7 +207,7 @@ class ParityRecorder:
         self._last_step = step
         if step in self._operators:
             self._operator_file.add_loss(step, loss)
-            self._raise_operators()
+            self._raise_together(self._operator_file.failure)
         # One call, hence one all-reduce, for both; a FQN cannot start with these marks.
         if gradients is None:
             gradients = named_gradients(model) if isinstance(model, nn.Module) else {}
@@ -259,7 +250,7 @@ class ParityRecorder:
 
     def _losses(self, step: int, loss: Tensor | float | None) -> run_file.Loss | None:
         """Gathers each rank's loss; raises on all ranks where one cannot record it, or records something else."""
-        if (now := _rank_of_world()[1]) != self._world_size:
+        if (now := rank_of_world()[1]) != self._world_size:
             raise RunFileError(
                 f"the recorder of '{self._path}' was made on {self._world_size} ranks, and {now} record: make it "
                 "after init_process_group(), and close it before destroy_process_group()"
@@ -311,11 +302,6 @@ class ParityRecorder:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(complete=error is None)
-
-
-def _rank_of_world() -> tuple[int, int]:
-    """Returns this process's rank, and how many there are."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
 def _loss_of_rank(loss: Tensor | float) -> run_file.Loss:

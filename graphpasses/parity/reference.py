@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
-from graphpasses._torch.group_ranks import gathered
+from graphpasses._torch.group_ranks import gathered, rank_of_world
 from graphpasses._torch.recorded_operator import Operator
 from graphpasses.capture.step_check import put_back
 from graphpasses.graph import CapturedStep
@@ -71,5 +70,4 @@ def _recorded(step: CapturedStep, batch: tuple[Any, ...], run: Callable[[], Tens
         with operators_recorded(model, operators.append):
             loss = run()
         end = values_of(model, gradients=True, loss=loss)
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return OperatorStep(rank, 0, start, operators, end)
+    return OperatorStep(rank_of_world()[0], 0, start, operators, end)

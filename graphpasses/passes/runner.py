@@ -145,17 +145,20 @@ class Pipeline:
             if late:
                 raise PipelineError(f"pass {p.name!r} must run after {late[0]!r}: move it later in the pipeline")
 
-    def at(self, stage: Stage) -> Pipeline:
-        """Returns the pipeline of those passes that accept graphs of a stage."""
+    @property
+    def _running(self) -> tuple[GraphPass, ...]:
+        """Those that are not left out."""
         names = [p.name for p in self.passes]
         end = len(names) if self.stop_after is None else names.index(self.stop_after) + 1
-        passes = self.passes[:end]
-        return Pipeline(tuple(p for p in passes if stage in p.stages and p.name not in self.disable))
+        return tuple(p for p in self.passes[:end] if p.name not in self.disable)
+
+    def at(self, stage: Stage) -> Pipeline:
+        """Returns the pipeline of those passes that accept graphs of a stage."""
+        return Pipeline(tuple(p for p in self._running if stage in p.stages))
 
     def uuid(self) -> str:
         """Returns a digest of the passes that run and of their options, for compilers' caches."""
-        parts = [p.uuid() for p in self.passes if p.name not in self.disable]
-        return hashlib.sha256("\n".join([*parts, str(self.stop_after)]).encode()).hexdigest()
+        return hashlib.sha256("\n".join(p.uuid() for p in self._running).encode()).hexdigest()
 
     def run(
         self, graph: Graph, *, dump: Path | str | None = None, graph_diff: bool = False, prove: bool | None = None
@@ -204,18 +207,15 @@ class Pipeline:
         verifier = Verifier(graph)
         reports: list[PassReport] = []
         _write(folder, 0, "captured", graph)
-        for p in self.passes:
-            if p.name not in self.disable:
-                before = tuple(report.name for report in reports)
-                stage(p.name)
-                may_round = keeps_rounded and p.numerics is Numerics.ROUNDING
-                given = graph.copy() if may_round and before else None
-                reports.append(_run_pass(p, graph, verifier, before, graph_diff))
-                _write(folder, len(reports), p.name, graph)
-                if may_round and reports[-1].num_rewrites:
-                    rounded.append(_Rounded(p.name, given, graph.copy()))
-            if p.name == self.stop_after:
-                break
+        for p in self._running:
+            before = tuple(report.name for report in reports)
+            stage(p.name)
+            may_round = keeps_rounded and p.numerics is Numerics.ROUNDING
+            given = graph.copy() if may_round and before else None
+            reports.append(_run_pass(p, graph, verifier, before, graph_diff))
+            _write(folder, len(reports), p.name, graph)
+            if may_round and reports[-1].num_rewrites:
+                rounded.append(_Rounded(p.name, given, graph.copy()))
         graph.module.recompile()
         return reports, rounded
 

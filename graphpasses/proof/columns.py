@@ -249,7 +249,8 @@ class Columns:
         if not some:
             return rows[0]
         (height,) = {row.shape[0] for row in some if row.shape is not None}
-        found = _CAT(self._values, _Shaped((height, sum(row.numel for row in some) // height)), some, 1)
+        shape = (height, sum(row.numel for row in some) // height)
+        found = _CAT(self._values, torch.empty(shape, device="meta"), some, 1)
         assert isinstance(found, Value)
         return found
 
@@ -271,10 +272,6 @@ def _of_rows(values: RowValues, num_rows: Any, row: Value, name: str) -> Value:
         source = values.source(("rows of", piece.source, num_rows), num_rows * numel)
         pieces.append(piece._replace(dims=((num_rows, row.numel, numel), *piece.dims), source=source))
     return values.moved(row.dtype, (row.shape[0] * num_rows, *row.shape[1:]), joined(pieces))
-
-
-class _Shaped(NamedTuple):
-    shape: tuple[int, ...]
 
 
 def _quotient(size: Any, by: Any) -> Any:

@@ -119,19 +119,6 @@ def by_row(
 # ---- which operators treat rows alike -----------------------------------------------------------------------------
 
 
-def _computes_elements(*_: Any) -> bool:
-    return True
-
-
-def _keeps_order(_: Any, rows: Sequence[Made], x: Any, *__: Any) -> bool:
-    """Whether a row of the result has as many elements as one of the tensor."""
-    return isinstance(x, Value) and math.prod(rows[0].shape) == x.numel
-
-
-def _joins_inside(_: Any, rows: Sequence[Made], parts: Any, dim: int = 0, *__: Any) -> bool:
-    return dim % len(rows[0].shape) != 0
-
-
 def _picks_inside(target: Any, _: Any, x: Any, *args: Any) -> bool:
     """Whether each row of what is picked lies in one row of the tensor, and at the same place in each."""
     if not isinstance(x, Value) or x.shape is None:
@@ -153,13 +140,12 @@ def _picks_inside(target: Any, _: Any, x: Any, *args: Any) -> bool:
 _KEEPS_SIZE = frozenset({"views", "casts", "scaling", "negation", "sums"})
 """Axioms of operators whose result has as many elements as each tensor that they are given."""
 
-# By axiom, when a call of its operators treats all rows alike.
+# By axiom, when a call of its operators treats all rows alike, by these, rows of what it returns, and its arguments.
 _CONDITIONS: dict[str, Callable[..., bool]] = {
-    **dict.fromkeys(("constants", "casts", "scaling", "negation", "sums"), _computes_elements),
-    "views": _keeps_order,
-    "joins": _joins_inside,
+    **dict.fromkeys(("constants", "casts", "scaling", "negation", "sums", "features"), lambda *_: True),
+    "views": lambda _, rows, x, *__: isinstance(x, Value) and math.prod(rows[0].shape) == x.numel,
+    "joins": lambda _, rows, parts, dim=0, *__: dim % len(rows[0].shape) != 0,
     "picks": _picks_inside,
-    "features": _computes_elements,
 }
 ROW_BY_ROW = {target: _CONDITIONS[name] for target, (name, _) in RULES.items() if name in _CONDITIONS}
 """By operator, whether a call treats all rows alike."""

@@ -13,8 +13,6 @@ from graphpasses.simulate.orders import aligned_runs, is_free, place_choice, pla
 from graphpasses.simulate.rings import Topology
 from graphpasses.text import aligned
 
-_MAX_ROWS = 20
-
 
 @dataclass(frozen=True)
 class Reordered(Move):
@@ -76,7 +74,7 @@ class Prediction:
             )
             for each in self.reordered
         ]
-        lines = aligned(rows, max_rows=_MAX_ROWS)
+        lines = aligned(rows)
         changed = sum(each.num_elements for each in self.reordered)
         lines.append(
             f"{changed:,} of {self.num_elements:,} elements ({self.num_bytes:,} bytes) of {len(self.reordered)} "

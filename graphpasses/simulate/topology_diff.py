@@ -25,7 +25,6 @@ from graphpasses.simulate.rings import Ring, Topology, ending_at, rings
 from graphpasses.simulate.trees import Order, show_order, trees
 from graphpasses.text import aligned
 
-_MAX_ROWS = 20
 _MAX_ORDERS = 4096
 
 Bits = Literal["same bits", "unknown", "may differ"]
@@ -66,7 +65,7 @@ class BitsTable:
         return ""
 
     def __str__(self) -> str:
-        lines = [*aligned(self.rows(), max_rows=_MAX_ROWS), self.verdict, self.remedy]
+        lines = [*aligned(self.rows()), self.verdict, self.remedy]
         return "\n".join(filter(None, lines))
 
 

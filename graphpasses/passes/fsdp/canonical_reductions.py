@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import dataclass
 
 import torch
@@ -24,16 +23,13 @@ from graphpasses.fsdp.canonical import (
     refuse_ranks,
     refuse_rounding,
 )
-from graphpasses.fsdp.graph_layout import KEEP_PLACE, SPLIT, reduced_parts
+from graphpasses.fsdp.graph_layout import UNPACK_OPS, reduced_parts
 from graphpasses.graph import WAIT, Stage, TrainGraph, argument, wait_of
 from graphpasses.graph.nodes import SAME_TENSOR_OPS, fake_value, reach
 from graphpasses.ops.reduce_in_tree import tree_op
 from graphpasses.passes.runner import GraphPass, Numerics
 
 aten = torch.ops.aten
-
-# What stands between a reduction and the gradients that the step returns.
-_AFTER = KEEP_PLACE | {WAIT, SPLIT, operator.getitem}
 
 
 def _check(graph: TrainGraph, reductions: dict[fx.Node, list[str]]) -> None:
@@ -72,7 +68,7 @@ def _is_reduced(node: fx.Node) -> bool:
 
 
 def _after(collective: fx.Node) -> set[fx.Node]:
-    return reach([wait_of(collective)], lambda node: [user for user in node.users if user.target in _AFTER])
+    return reach([wait_of(collective)], lambda node: [user for user in node.users if user.target in UNPACK_OPS])
 
 
 def _add_in_tree(graph: TrainGraph, node: fx.Node, accumulate: torch.dtype | None) -> fx.Node:

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
 from torch import fx
 
-from graphpasses.analysis.parameter_collectives import ALL_REDUCES, CAST, REDUCE_SCATTERS, Gather, find_gathers
+from graphpasses.analysis.parameter_collectives import ALL_REDUCES, REDUCE_SCATTERS, Gather, find_gathers
+from graphpasses.fsdp.graph_layout import UNPACK_OPS
 from graphpasses.graph import WAIT, Stage, TrainGraph, is_collective, wait_of
-from graphpasses.graph.nodes import SAME_TENSOR_OPS, reach
+from graphpasses.graph.nodes import reach
 from graphpasses.passes.runner import GraphPass, Numerics
-
-aten = torch.ops.aten
-
-_UNPACK_OPS = frozenset(
-    {
-        CAST,
-        WAIT,
-        *SAME_TENSOR_OPS,
-        aten.div.Scalar,
-        aten.slice.Tensor,
-        aten.split_with_sizes.default,
-        aten.view.default,
-        operator.getitem,
-    }
-)
 
 
 def places(graph: TrainGraph) -> dict[fx.Node, int]:
@@ -38,9 +22,9 @@ def places(graph: TrainGraph) -> dict[fx.Node, int]:
 
 def unpack_chain(wait: fx.Node) -> list[fx.Node] | None:
     """Returns ``wait`` and what unpacks it, up to an HSDP all-reduce; None if the step computes with it."""
-    found = reach([wait], lambda node: node.users if node.target in _UNPACK_OPS else ())
+    found = reach([wait], lambda node: node.users if node.target in UNPACK_OPS else ())
     chain = [node for node in found if node.op != "output"]
-    if any(node.target not in _UNPACK_OPS | ALL_REDUCES for node in chain):
+    if any(node.target not in UNPACK_OPS | ALL_REDUCES for node in chain):
         return None
     return sorted(chain)
 
