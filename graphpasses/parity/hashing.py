@@ -130,13 +130,28 @@ def weight_hash(model: nn.Module, *, group: dist.ProcessGroup | None = None, per
     return hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
 
 
+def gradient_hashes(
+    model: nn.Module, *, group: dist.ProcessGroup | None = None, per_rank: Collection[str] = ()
+) -> dict[str, str | None]:
+    """Hashes the ``.grad`` of every parameter of a model, shared ones once, under their first-seen FQN.
+
+    Options and errors are those of :func:`tensor_hashes`. Returns 32 hexadecimal digits for each FQN, None where a
+    parameter (a frozen one) has no gradient.
+
+    Example:
+        >>> gradient_hashes(nn.Linear(2, 3))
+        {'weight': None, 'bias': None}
+    """
+    return tensor_hashes(named_gradients(model), group=group, per_rank=per_rank)
+
+
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
     """Returns what :func:`weight_hashes` hashes, under the names that checkpoints have."""
     return _as_in_checkpoints((*named_sharded_parameters(model), *model.named_buffers()))
 
 
 def named_gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    """Returns the ``.grad`` of every parameter, shared ones once, under the names that checkpoints have."""
+    """Returns what :func:`gradient_hashes` hashes, under the names that checkpoints have."""
     return _as_in_checkpoints((name, parameter.grad) for name, parameter in named_sharded_parameters(model))
 
 

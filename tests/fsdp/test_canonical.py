@@ -18,7 +18,6 @@ import graphpasses as gp
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses.errors import UnsupportedError
-from graphpasses.parity.hashing import named_gradients, tensor_hashes
 from graphpasses.simulate import Topology, run_cluster
 from tests.helpers.any_cluster import BF16, SHAPES, Training, loss_fn, on_cluster, shard
 from tests.helpers.models import NUM_TOKENS, Even, LanguageModel, token_batch
@@ -293,7 +292,7 @@ def test_any_number_of_microbatches_that_the_ranks_divide() -> None:
             loss_fn(model, *token_batch(k)).backward()
             tree.add()
         tree.finish()
-        return str(tensor_hashes(named_gradients(model)))
+        return str(gp.parity.gradient_hashes(model))
 
     found = {run_cluster(gradient, Topology(n, gpus_per_node=n))[0] for n in (1, 2, 4)}
     assert len(found) == 1

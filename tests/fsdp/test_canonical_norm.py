@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import graphpasses as gp
 from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.canonical_norm import sum_in_tree
-from graphpasses.parity.hashing import named_gradients, tensor_hashes
 from graphpasses.simulate import Topology, run_cluster
 from tests.helpers.any_cluster import SHAPES, Training, on_cluster, shard
 
@@ -48,7 +47,7 @@ def norms(shape: Sequence[int]) -> tuple[str, ...]:
     usual = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     norm = gp.canonical_clip_grad_norm_(model.parameters(), 1.0)
     assert isinstance(usual, DTensor)
-    return usual.full_tensor().item().hex(), norm.item().hex(), str(tensor_hashes(named_gradients(model)))
+    return usual.full_tensor().item().hex(), norm.item().hex(), str(gp.parity.gradient_hashes(model))
 
 
 @functools.cache

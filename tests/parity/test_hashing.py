@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.errors import UnsupportedError
 from graphpasses.parity import _lanes
-from graphpasses.parity.hashing import named_gradients, tensor_hash, tensor_hashes, weight_hash, weight_hashes
+from graphpasses.parity.hashing import gradient_hashes, tensor_hash, tensor_hashes, weight_hash, weight_hashes
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 REAL_DTYPES = [
@@ -238,9 +238,9 @@ def test_parameters_that_a_forward_left_unsharded_are_hashed_as_they_are_trained
 
 def test_missing_gradients_are_none() -> None:
     model = Tied()
-    assert set(named_gradients(model).values()) == {None}
+    assert set(gradient_hashes(model).values()) == {None}
     model.head(model.embedding(torch.tensor([1]))).sum().backward()
-    hashes = tensor_hashes(named_gradients(model))
+    hashes = gradient_hashes(model)
     assert hashes["frozen"] is None
     assert hashes["embedding.weight"] == tensor_hash(model.embedding.weight.grad)
 

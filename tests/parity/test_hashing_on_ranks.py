@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from graphpasses.errors import GraphPassesError
 from graphpasses.parity.compare import compare_runs
-from graphpasses.parity.hashing import named_gradients, tensor_hash, tensor_hashes, weight_hash, weight_hashes
+from graphpasses.parity.hashing import gradient_hashes, tensor_hash, tensor_hashes, weight_hash, weight_hashes
 from graphpasses.parity.launch import run_ranks
 from graphpasses.parity.record import ParityRecorder
 from graphpasses.parity.run_file import Loss, read_run
@@ -62,7 +62,7 @@ def trained(model: nn.Module) -> tuple[str, dict[str, str], dict[str, str | None
         for parameter in model.parameters():
             parameter.copy_(torch.ones_like(parameter))
     model(torch.tensor([[1, 2, 3]])).sum().mul(0.125).backward()
-    return weight_hash(model), weight_hashes(model), tensor_hashes(named_gradients(model))
+    return weight_hash(model), weight_hashes(model), gradient_hashes(model)
 
 
 def message_of(call: Callable[[], Any]) -> str:

@@ -22,8 +22,7 @@ from torch import nn
 from graphpasses.errors import RunFileError, UnsupportedError
 from graphpasses.fsdp.layout import BucketLayout, Layout, LayoutEntry
 from graphpasses.graph.pass_report import Hunk, Numerics, PassReport, PipelineReport
-from graphpasses.parity import ParityRecorder, read_run, tensor_hashes, weight_hashes
-from graphpasses.parity.hashing import named_gradients
+from graphpasses.parity import ParityRecorder, gradient_hashes, read_run, weight_hashes
 from graphpasses.parity.launch import run_ranks
 from graphpasses.simulate import Topology, run_cluster
 from tests.helpers.recorded_runs import record
@@ -46,7 +45,7 @@ def test_round_trip(path: Path) -> None:
     assert (run.header.seed, run.header.topology, run.header.layouts) == ({"torch": 0}, topology, LAYOUT)
     assert [step.step for step in run.steps] == [0, 1, 2]
     assert run.steps[-1].weights == weight_hashes(model)
-    assert run.steps[-1].gradients == tensor_hashes(named_gradients(model))
+    assert run.steps[-1].gradients == gradient_hashes(model)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +76,7 @@ def test_a_step_without_loss_and_given_gradients(path: Path) -> None:
     assert before.loss is None
     assert before.gradients == {"weight": None}
     model.weight.grad = torch.ones(1, 1)
-    assert after.gradients == tensor_hashes(named_gradients(model))
+    assert after.gradients == gradient_hashes(model)
 
 
 def test_a_refused_step_may_be_recorded_again(path: Path) -> None:

@@ -11,8 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from graphpasses._torch.pytree import tree_leaves
 from graphpasses.fsdp.layout import BucketLayout, Layout, LayoutEntry
-from graphpasses.parity import ParityRecorder, compare_runs, read_run, weight_hashes
-from graphpasses.parity.hashing import named_gradients
+from graphpasses.parity import ParityRecorder, compare_runs, gradient_hashes, read_run, weight_hashes
 
 
 def test_no_tensor_is_lost_where_a_wrapper_has_one_of_the_same_name() -> None:
@@ -20,7 +19,7 @@ def test_no_tensor_is_lost_where_a_wrapper_has_one_of_the_same_name() -> None:
     model.weight = nn.Parameter(torch.zeros(2))
     model._orig_mod = nn.Linear(2, 2)
     assert list(weight_hashes(model)) == ["weight", "_orig_mod.weight", "bias"]
-    assert list(named_gradients(model)) == ["weight", "_orig_mod.weight", "bias"]
+    assert list(gradient_hashes(model)) == ["weight", "_orig_mod.weight", "bias"]
 
 
 def test_names_are_those_of_checkpoints(tmp_path: Path) -> None:
