@@ -176,14 +176,17 @@ class BucketPlan:
         return cls(tuple(made), root=False)
 
     @classmethod
-    def per_block(cls, model: nn.Module, reduction: Reduction | None = None) -> BucketPlan:
-        """Makes the usual plan: one bucket per block, gathered again in backward, and the root's.
+    def per_block(
+        cls, model: nn.Module, reduction: Reduction | None = None, *, reshard_after_forward: bool = True
+    ) -> BucketPlan:
+        """Makes the usual plan: one bucket per block, and the root's.
 
         A block is a child of an outermost ``nn.ModuleList`` or ``nn.ModuleDict`` that owns parameters.
 
         Args:
             model: the model, only looked at.
             reduction: reduction of every bucket.
+            reshard_after_forward: as in :meth:`from_modules`.
 
         Example:
             >>> model = nn.Module()
@@ -199,7 +202,7 @@ class BucketPlan:
                     if block not in inside and next(block.parameters(), None) is not None:
                         blocks.append([f"{fqn}.{name}" if fqn else name])
                     inside.update(block.modules())
-        return cls.from_modules(blocks, reduction)
+        return cls.from_modules(blocks, reduction, reshard_after_forward=reshard_after_forward)
 
     @classmethod
     def from_fully_shard(cls, model: nn.Module) -> BucketPlan:
