@@ -84,6 +84,16 @@ def _unique_with_inverse(call: SimpleNamespace) -> tuple[Tensor | None, ...]:
     return *_unique(call), torch.empty_like(call.linear_indices, dtype=torch.int32) if inverse else None
 
 
+def _reordered_lengths(call: SimpleNamespace) -> Tensor:
+    lengths = call.cat_ad_lengths
+    size = lengths.numel()
+    if call.max_batch_size > 0:
+        size = size // call.num_ads_in_batch * call.max_batch_size
+    elif call.broadcast_lengths:
+        size = size // (call.batch_offsets.numel() - 1) * call.num_ads_in_batch
+    return _empty(lengths, size)
+
+
 def _padded_by_key(call: SimpleNamespace) -> list[Tensor]:
     values, batch_size = call.values, call.lengths.size(1)
     return [_empty(values, batch_size, size, *values.shape[1:]) for size in call.max_lengths_per_key]
@@ -115,6 +125,13 @@ _RULES: dict[str, Rule] = {
     r"bucketize_sparse_features": _bucketized,
     r"get_unique_indices": _unique,
     r"get_unique_indices_with_inverse": _unique_with_inverse,
+    r"reorder_batched_ad_lengths": _reordered_lengths,
+    r"reorder_batched_ad_indices": lambda call: _empty(
+        call.cat_ad_indices,
+        call.num_indices_after_broadcast if call.broadcast_indices else call.cat_ad_indices.numel(),
+    ),
+    r"cat_reorder_batched_ad_indices": lambda call: _empty(call.cat_ad_indices[0], call.total_num_indices),
+    r"reorder_batched_sequence_embeddings": lambda call: torch.empty_like(call.cat_sequence_embeddings),
     r"recat_embedding_grad_output_mixed_D": lambda call: _empty(call.grad_output, call.grad_output.numel()),
     r"index_select_dim0": lambda call: _empty(call.input, call.indices.numel(), *call.input.shape[1:]),
     r"jagged_index_select_2d_forward": lambda call: _empty(

@@ -27,7 +27,6 @@ LEFT_OUT = {
     "FloatToFused8BitRowwiseQuantizedOut": INFERENCE,
     "Fused8BitRowwiseQuantizedToFloatOut": INFERENCE,
     "bottom_k_per_row": INFERENCE,
-    "cat_reorder_batched_ad_indices": INFERENCE,
     "dequantize_mx": "communication in MX4, which no traced collective can do",
     "direct_mapped_lru_cache_populate_byte": INFERENCE,
     "direct_mapped_lxu_cache_lookup": INFERENCE,
@@ -47,9 +46,6 @@ LEFT_OUT = {
     "permute_duplicate_pooled_embs_split": VALUES,
     "pruned_hashmap_insert": INFERENCE,
     "pruned_hashmap_lookup": INFERENCE,
-    "reorder_batched_ad_indices": INFERENCE,
-    "reorder_batched_ad_lengths": INFERENCE,
-    "reorder_batched_sequence_embeddings": INFERENCE,
     "quantize_mx": "communication in MX4, which no traced collective can do",
     "split_embedding_backward_codegen_adagrad_cpu": INNER,
     "split_embedding_backward_codegen_rowwise_adagrad_cpu": INNER,
@@ -169,6 +165,7 @@ FLOATS = torch.randn(9)
 ROWS = torch.randn(9, 4)
 LENGTHS = torch.tensor([[1, 2], [3, 0], [2, 1]])
 PERMUTE = ints(2, 0, 2, 1, dtype=torch.int32)
+BATCHES = ints(0, 2, dtype=torch.int32)
 
 # Name and arguments; a size of the real outputs that depends on data is dynamic in the fake ones.
 CASES: list[tuple[str, Sequence[Any] | dict[str, Any]]] = [
@@ -188,6 +185,13 @@ CASES: list[tuple[str, Sequence[Any] | dict[str, Any]]] = [
     *(("get_unique_indices", (ids, 9, count)) for ids in (IDS, IDS.int()) for count in (False, True)),
     ("get_unique_indices_with_inverse", (IDS, 9, False, False)),
     ("get_unique_indices_with_inverse", (IDS, 9, True, True)),
+    ("reorder_batched_ad_lengths", (ints(1, 2, 3, 4), BATCHES, 2)),
+    ("reorder_batched_ad_lengths", (ints(1, 2, 3, 4), BATCHES, 2, True)),
+    ("reorder_batched_ad_lengths", (ints(1, 2, 3, 4), BATCHES, 2, False, 3)),
+    ("reorder_batched_ad_indices", (ints(0, 4, 9), IDS, ints(0, 4, 9), BATCHES, 2)),
+    ("reorder_batched_ad_indices", (ints(0, 9), IDS, ints(0, 9, 18), BATCHES, 2, True, 18)),
+    ("cat_reorder_batched_ad_indices", (ints(0, 4, 9), [IDS], ints(0, 4, 9), BATCHES, 2, False, 9)),
+    ("reorder_batched_sequence_embeddings", (ints(0, 4, 9), ROWS, ints(0, 4, 9), BATCHES.long(), 2)),
     ("recat_embedding_grad_output_mixed_D", (ROWS, [3, 1])),
     ("index_select_dim0", (ROWS, IDS[:3])),
     ("jagged_index_select_2d_forward", (ROWS, ints(1, 0), ints(3, 9), ints(6, 9), 9)),
