@@ -21,13 +21,21 @@ from graphpasses.ops.pack_all_to_all import PACK
 from graphpasses.ops.size_tensor import SIZE_TENSOR
 
 aten = torch.ops.aten
-# What moves data and is no view, by what torch says.
 _MOVE_DATA = {
+    aten.view.default,
     aten.reshape.default,
+    aten.permute.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
     aten.stack.default,
     aten.cat.default,
     aten.clone.default,
     aten.lift_fresh_copy.default,
+    aten.alias.default,
     PACK,
 }
 _MAX_NUMBERS = 1 << 16
@@ -86,10 +94,7 @@ class SizeNumbering:
             return self._received(node)
         if node.target == WAIT:
             return self._ids.get(argument(node))
-        # A view of another dtype has other numbers.
-        is_view = getattr(node.target, "is_view", False) and node.target != aten.view.dtype
-        moves_data = is_view or node.target in _MOVE_DATA
-        if not moves_data or not all(source in self._ids for source in node.all_input_nodes):
+        if node.target not in _MOVE_DATA or not all(source in self._ids for source in node.all_input_nodes):
             return None
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._ids.__getitem__)
         assert callable(node.target)
