@@ -65,8 +65,6 @@ _SETTINGS = {
     # Beyond the limit one rank would run it eagerly, and launch other collectives than the others.
     "recompile_limit": 128,
     "fail_on_recompile_limit_hit": True,
-    # Do not cut the graph at DDP's buckets: DDP stays outside of the graph.
-    "optimize_ddp": False,
 }
 
 # A key-jagged tensor's number of samples, which it keeps as a Python number.
@@ -74,6 +72,7 @@ _STRIDE = r".*\._stride$"
 
 # Unlike `config.patch` it leaves no trace (a setting nobody set is unset again) and takes a quarter of the time.
 _change = config._make_closure_patcher(**_SETTINGS)
+_change_cuts = config._make_closure_patcher(optimize_ddp=False)
 
 
 @cache
@@ -93,6 +92,16 @@ def change_settings() -> Callable[[], None]:
             undo_one()
 
     return undo
+
+
+@contextmanager
+def graphs_uncut() -> Iterator[None]:
+    """Lets a graph be whole where DistributedDataParallel is around it: Dynamo would cut it at DDP's buckets."""
+    undo = _change_cuts()
+    try:
+        yield
+    finally:
+        undo()
 
 
 def read_size(sizes: Tensor, index: int) -> int:
