@@ -27,6 +27,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 
 from graphpasses._torch import pytree
 from graphpasses._torch.decompose import decompose
+from graphpasses._torch.dynamo import leave_optimizers
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses._torch.schemas import bound_arguments, writes_arguments
 from graphpasses._torch.surroundings import after_this_backward
@@ -164,6 +165,7 @@ def _left_to_eager() -> dict[Any, Callable[..., Any]]:
 
 def _answer(note: Callable[[str], None], answer: Callable[..., Any], variable: Any, tx: Any, *args: Any) -> Any:
     """Answers code that asks whether it is compiled."""
+    leave_optimizers(tx)
     if tx.f_globals.get("__name__", "").partition(".")[0] not in _PREPARED:
         asker = tx
         while asker.f_code.co_name.startswith("is_") and asker.parent is not None:

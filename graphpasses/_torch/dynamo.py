@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
 from torch._dynamo import config, eval_frame
 from torch._dynamo.decorators import mark_unbacked, maybe_mark_dynamic
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
 from torch._dynamo.exc import InternalTorchDynamoError as InternalTorchDynamoError
+from torch._dynamo.exc import SkipFrame, unimplemented
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.utils import graph_break_reasons
 
@@ -63,8 +65,6 @@ _SETTINGS = {
     # Beyond the limit one rank would run it eagerly, and launch other collectives than the others.
     "recompile_limit": 128,
     "fail_on_recompile_limit_hit": True,
-    # Do not cut the graph at DDP's buckets: DDP stays outside of the graph.
-    "optimize_ddp": False,
 }
 
 # A key-jagged tensor's number of samples, which it keeps as a Python number.
@@ -72,6 +72,7 @@ _STRIDE = r".*\._stride$"
 
 # Unlike `config.patch` it leaves no trace (a setting nobody set is unset again) and takes a quarter of the time.
 _change = config._make_closure_patcher(**_SETTINGS)
+_change_cuts = config._make_closure_patcher(optimize_ddp=False)
 
 
 @cache
@@ -91,6 +92,16 @@ def change_settings() -> Callable[[], None]:
             undo_one()
 
     return undo
+
+
+@contextmanager
+def graphs_uncut() -> Iterator[None]:
+    """Lets a graph be whole where DistributedDataParallel is around it: Dynamo would cut it at DDP's buckets."""
+    undo = _change_cuts()
+    try:
+        yield
+    finally:
+        undo()
 
 
 def read_size(sizes: Tensor, index: int) -> int:
@@ -129,6 +140,28 @@ def _describe(reason: Any) -> str:
     what, _, details = reason.reason.partition("\n")
     why = re.search(r"Explanation: (.*)", details)
     return f"{frame.filename}:{frame.lineno} in {function}: {what}" + (f". {why[1]}" if why else "")
+
+
+def leave_optimizers(tx: Any) -> None:
+    """Leaves torch's optimizers, where they ask whether they are compiled, to eager.
+
+    Compiled, they compute the powers of betas in float32.
+    """
+    root = tx
+    while root.parent is not None:
+        root = root.parent
+    if _is_optimizers(root):  # nothing that it calls is compiled either
+        skip = SkipFrame("an optimizer's step")
+        skip.frame_exec_strategy = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+        raise skip
+    if _is_optimizers(tx):  # its caller calls it as it is, which asks again
+        why = "torch's optimizers compute otherwise where they are compiled; eager runs them"
+        unimplemented(gb_type="an optimizer's step", context=tx.f_code.co_name, explanation=why, hints=[])
+
+
+def _is_optimizers(tx: Any) -> bool:
+    name: str = tx.f_globals.get("__name__", "")
+    return name.startswith("torch.optim.")
 
 
 COMPILED_CALL = "symbolically trace a dynamo-optimized function"

@@ -15,7 +15,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
+from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 
 from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.fsdp2_dtypes import compute_dtypes, group_policies, kept_dtypes, reduce_dtype
@@ -92,6 +93,14 @@ def reshard(groups: Iterable[FSDPParamGroup]) -> None:
         group._to_sharded()  # type: ignore[no-untyped-call]
 
 
+def unshard(groups: Iterable[FSDPParamGroup]) -> None:
+    """Gathers parameters as an eager forward does, and leaves them so; all ranks must, for the same groups."""
+    for group in groups:
+        group.lazy_init()  # type: ignore[no-untyped-call]
+        group.unshard()
+        group.wait_for_unshard()
+
+
 def named_sharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields what ``model.named_parameters()`` does when no parameter is unsharded, as after a forward alone."""
     sharded: dict[int, nn.Parameter] = {}
@@ -103,7 +112,12 @@ def named_sharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Paramet
 
 
 def find_outdated(groups: Iterable[FSDPParamGroup]) -> str | None:
-    """Returns a parameter whose shard changed since it was unsharded: FSDP2's next forward reads the old one."""
+    """Returns a parameter whose shard changed since it was unsharded: FSDP2's next forward reads the old one.
+
+    What is sharded otherwise after forward (``reshard_after_forward`` as an int) is gathered for it, as that would.
+    """
+    groups = [*groups]
+    unshard(group for group in groups if group.is_sharded_post_forward)
     for group in groups:
         if group.is_unsharded and isinstance(group.mesh_info, FSDPMeshInfo):
             for parameter in group.fsdp_params:

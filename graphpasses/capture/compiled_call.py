@@ -11,7 +11,7 @@ from torch import nn
 
 from graphpasses._torch.compile_backend import uncompiled
 from graphpasses._torch.ddp import orders_buckets, running_ddp
-from graphpasses._torch.dynamo import BackendCompilerFailed, is_eager_forced, record_graph_breaks
+from graphpasses._torch.dynamo import BackendCompilerFailed, graphs_uncut, is_eager_forced, record_graph_breaks
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.capture.named_modules import find_modules
 from graphpasses.capture.refusals import check_materialised
@@ -101,7 +101,7 @@ class CompiledCall:
             self._is_checked = True
         running, place, casts = _RUNNING.set(self), _PLACE.set(0), _CASTS.set(set())
         try:
-            with record_graph_breaks() as graph_breaks:
+            with record_graph_breaks() as graph_breaks, graphs_uncut():
                 if (around := running_ddp()) is not None and orders_buckets(around):
                     return uncompiled(self._compiled)(*args, **kwargs)
                 if "torchrec" not in sys.modules and not self._has_ddp:

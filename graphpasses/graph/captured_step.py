@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from graphpasses._torch.fake_mode import active_fake_mode, is_fake
-from graphpasses._torch.fsdp2 import fsdp_groups, reshard
+from graphpasses._torch.fsdp2 import fsdp_groups, reshard, unshard
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module, quick_call
 from graphpasses._torch.surroundings import never_compiled
 from graphpasses.errors import CaptureError
@@ -190,19 +190,18 @@ class CapturedStep(TrainGraph):
         is_updatable = step.update is None or step.update.check(
             step.snapshot.structure.named(tensors, step.parameters)
         )
+        if not self.waits:  # else the parameters stay what they are until backward frees them
+            unshard(group for group in self._groups if not group.reshard_after_backward)
         loss = step.run_unchecked(tensors, leaves, pending, is_updatable=is_updatable)
         self.cut_steps.accumulators.clear(pending)
         step.batch_structure.take(batch)
         return loss
 
     def _reshard(self) -> None:
-        """Frees what an eager forward without backward left unsharded; if it is out of date on a rank, all raise.
-
-        The same groups are unsharded on all ranks.
-        """
-        if any(group.is_unsharded for group in self._groups):
+        """Frees what was left unsharded, on all ranks alike; if it is out of date on one, all raise."""
+        if not all(group.is_sharded for group in self._groups):
             elsewhere = CaptureError(
-                "on another rank, a parameter changed while it was unsharded; its message says which"
+                "on another rank a parameter changed while it was unsharded; its message says which"
             )
             with RankConsensus.of_model(self.model).raised_together(elsewhere):
                 check_unsharded(self._groups)

@@ -16,6 +16,8 @@ from threading import Event
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from graphpasses._torch.fsdp2 import FSDPState
+
 # Never the user's, wherever they lie: a source tree of torch has no distribution.
 _NEVER = frozenset({"torch", "torchgen", "functorch", "graphpasses"})
 # Python's own modules have no distribution to ask, and a user's `code.py` has the name of one.
@@ -76,7 +78,8 @@ def is_watched(kind: type) -> bool:
     )
     top = kind.__module__.partition(".")[0]
     is_pythons = top in sys.stdlib_module_names and top != "__main__"
-    return is_pure and (not is_pythons or kind in _SETTINGS) and top != "graphpasses"
+    # What FSDP2 keeps of a module decides no bits, but for its settings, which a snapshot asks for.
+    return is_pure and (not is_pythons or kind in _SETTINGS) and top != "graphpasses" and kind is not FSDPState
 
 
 def is_torchs(kind: type) -> bool:

@@ -163,10 +163,10 @@ def _autocast_dtype(device: str) -> torch.dtype | None:
 
 
 def check_unsharded(groups: Sequence[Any]) -> None:
-    """Raises if a parameter changed since an eager forward unsharded it: eager would train on with what it was."""
+    """Raises if a parameter changed since it was unsharded: eager would train on with what it was."""
     if (fqn := find_outdated(groups)) is not None:
         raise CaptureError(
             f"parameter {fqn!r} changed while it was unsharded, as a forward without a backward leaves it (an "
-            "evaluation before optimizer.step()): eager FSDP2 would train on with the old values. Call reshard() on "
-            "its fully_sharded module before it changes"
+            "evaluation before optimizer.step()), or set_reshard_after_backward(False): eager FSDP2 would train on "
+            "with the old values. Call reshard() on its fully_sharded module before it changes"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +54,35 @@ def test_operators_are_eagers(function: Any, dynamic: bool) -> None:
     eager = results(function)
     assert same(results(graphpasses.compile(function, inner="aot_eager", dynamic=dynamic)), eager)
     assert not same(results(torch.compile(function, backend="aot_eager", dynamic=dynamic)), eager)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.NAdam])
+def test_optimizers_are_eagers(optimizer: type[torch.optim.Optimizer]) -> None:
+    def trained(compiled: Callable[..., Any], *, is_whole: bool = True) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 8)
+        update = optimizer(model.parameters())
+
+        def step(x: Tensor) -> None:
+            model(x).square().mean().backward()
+            if is_whole:
+                update.step()
+
+        call, last = compiled(step), update.step if is_whole else compiled(update.step)
+        for _ in range(7):
+            call(torch.randn(4, 8))
+            if not is_whole:
+                last()
+        return [each.detach() for each in model.parameters()]
+
+    torch.compiler.reset()
+    report = graphpasses.CompileReport()
+    eager = trained(lambda call: call)
+    whole = functools.partial(graphpasses.compile, inner="aot_eager", report=report)
+    assert same(trained(whole), eager)
+    assert report.num_graphs == 1
+    assert same(trained(whole, is_whole=False), eager)
+    assert not same(trained(functools.partial(torch.compile, backend="aot_eager")), eager)
 
 
 def is_traced() -> bool:

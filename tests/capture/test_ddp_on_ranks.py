@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -62,6 +63,11 @@ def compare() -> dict[str, Sequence[bool]]:
             compiled = lambda each: torch.compile(each, backend=backend, options=options)  # noqa: B023, E731
             weights = train(lambda model: make(model, compiled))  # noqa: B023
             found[f"{name}, {backend}"] = all(map(same_bits, weights, expected))
+    # At these Dynamo would cut the graph; torch's own backend raises.
+    in_buckets = functools.partial(DDP, bucket_cap_mb=0.01)
+    compiled = functools.partial(torch.compile, backend="graphpasses", options={"inner": "aot_eager"})
+    weights = train(lambda model: in_buckets(compiled(model)))
+    found["in small buckets, graphpasses"] = all(map(same_bits, weights, train(in_buckets)))
     return found
 
 

@@ -1,0 +1,97 @@
+"""What changes of an FSDP2 model after the capture, and what eager FSDP2 keeps of it between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from graphpasses._torch.fake_process_group import fake_process_group
+from graphpasses._torch.fsdp2 import fsdp_groups, reshard
+from tests.capture.test_fsdp2 import captured, refused, sharded
+from tests.helpers.models import next_token_loss, token_batch
+
+SETTINGS: dict[str, tuple[Callable[[FSDPModule], object], str]] = {
+    "factor": (
+        lambda model: model.set_gradient_divide_factor(2.0),
+        "set_gradient_divide_factor of FSDP2 group '' was None when the step was captured, and is 2.0 now",
+    ),
+    "unused": (
+        lambda model: model.set_reduce_scatter_unused_params(True),
+        "set_reduce_scatter_unused_params of FSDP2 group '' was False when the step was captured, and is True now",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_changed_after_the_capture(name: str) -> None:
+    change, message = SETTINGS[name]
+    with fake_process_group(4):
+        model = sharded()
+        step = captured(model)
+        step(*token_batch())
+        change(model)
+        assert refused(lambda: step(*token_batch())) == (
+            message.replace("''", "'(root)'") + "; capture the step again, or undo the change"
+        )
+
+
+OUTDATED = (
+    "parameter 'emb.weight' changed while it was unsharded, as a forward without a backward leaves it (an evaluation "
+    "before optimizer.step()), or set_reshard_after_backward(False): eager FSDP2 would train on with the old values. "
+    "Call reshard() on its fully_sharded module before it changes"
+)
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": 2}], ids=["whole", "on two ranks"])
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_a_parameter_changed_while_it_was_unsharded(is_captured: bool, options: dict[str, int]) -> None:
+    with fake_process_group(4):
+        model = sharded(**options)
+        step = captured(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        step(*token_batch())
+        with torch.no_grad():
+            next_token_loss(model, *token_batch())
+        step(*token_batch())  # nothing changed: near miss
+        with torch.no_grad():
+            next_token_loss(model, *token_batch())
+        optimizer.step()
+        call = (lambda: captured(model)) if is_captured else (lambda: step(*token_batch()))
+        assert refused(call) == OUTDATED
+        reshard(fsdp_groups(model))
+        call()
+
+
+def test_a_parameter_that_backward_left_unsharded() -> None:
+    with fake_process_group(4):
+        model = sharded()
+        step = captured(model)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model.set_reshard_after_backward(False)
+        for _ in range(2):  # nothing changed: near miss
+            step(*token_batch())
+        optimizer.step()
+        assert refused(lambda: step(*token_batch())) == OUTDATED
+        reshard(fsdp_groups(model))
+        step(*token_batch())
+
+
+def test_what_decides_no_bits_may_change() -> None:
+    def stop(*_: object) -> None:
+        raise ValueError("midway")
+
+    with fake_process_group(4):
+        model = sharded()
+        step = captured(model)
+        block = model.get_submodule("layers.0")
+        assert isinstance(block, FSDPModule)
+        model.set_modules_to_forward_prefetch([block])
+        model.set_reshard_after_forward(False)
+        step(*token_batch())
+        with mock.patch.object(block, "forward", stop), pytest.raises(ValueError, match="midway"):
+            next_token_loss(model, *token_batch())
+        step(*token_batch())
