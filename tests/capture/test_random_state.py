@@ -112,10 +112,9 @@ def test_the_state_of_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-    monkeypatch.setattr(torch.cpu, "get_rng_state", lambda device="cpu": torch.get_rng_state(), raising=False)
-    monkeypatch.setattr(
-        torch.cpu, "set_rng_state", lambda state, device="cpu": torch.set_rng_state(state), raising=False
-    )
+    monkeypatch.setattr(torch.cpu, "default_generators", (torch.default_generator,), raising=False)
+    for name in ("get_rng_state", "set_rng_state"):
+        monkeypatch.setattr(torch.cpu, name, getattr(torch, name), raising=False)
 
     def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         state = torch.cpu.get_rng_state()
