@@ -50,7 +50,7 @@ def trainers(device: str, num_steps: int) -> tuple[bool, list[tuple[str, str]]]:
                         port = free.getsockname()[1]
                     given = (num_ranks, port, device, recipe, pipeline, num_steps, folder)
                     mp.spawn(_train, given, nprocs=num_ranks)
-            except mp.ProcessException as error:  # the other models are trained all the same
+            except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:  # the other models are trained all the same
                 is_right = False
                 found.append((name, f"{pipeline}: {str(error).strip().splitlines()[-1]}"))
                 continue
