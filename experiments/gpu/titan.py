@@ -50,8 +50,8 @@ def trainers(device: str, num_steps: int) -> tuple[bool, list[tuple[str, str]]]:
                         port = free.getsockname()[1]
                     given = (num_ranks, port, device, recipe, pipeline, num_steps, folder)
                     mp.spawn(_train, given, nprocs=num_ranks)
-            except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:  # the other models are trained all the same
-                is_right = False
+            except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+                is_right = False  # the other models are trained all the same
                 found.append((name, f"{pipeline}: {str(error).strip().splitlines()[-1]}"))
                 continue
             verdicts = [
