@@ -208,14 +208,13 @@ class ParityRecorder:
         if step in self._operators:
             self._operator_file.add_loss(step, loss)
             self._raise_together(self._operator_file.failure)
+        if isinstance(model, nn.Module):
+            gradients = named_gradients(model) if gradients is None else gradients
+            of_optimizer = {} if optimizer is None else named_optimizer_state(model, optimizer)
+            model = {**named_weights(model), **of_optimizer}
         # One call, hence one all-reduce, for both; a FQN cannot start with these marks.
-        if gradients is None:
-            gradients = named_gradients(model) if isinstance(model, nn.Module) else {}
-        state: Mapping[str, Tensor] = named_weights(model) if isinstance(model, nn.Module) else model
-        if optimizer is not None and isinstance(model, nn.Module):
-            state = {**state, **named_optimizer_state(model, optimizer)}
-        both: dict[str, Tensor | None] = {f"weight of {n}": t for n, t in state.items()}
-        both |= {f"gradient of {n}": t for n, t in gradients.items()}
+        both: dict[str, Tensor | None] = {f"weight of {n}": t for n, t in model.items()}
+        both |= {f"gradient of {n}": t for n, t in (gradients or {}).items()}
         per_rank = {f"{kind} of {name}" for kind in ("weight", "gradient") for name in self._per_rank}
         hashes = tensor_hashes(both, per_rank=per_rank, group=self._group)
         if self._group is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
@@ -85,9 +86,6 @@ class Evaluation(Calls):
         if before is not None:
             self._random, self._hidden = before.random_state, before.hidden_state
         self._constants = {**read_constants(graph.graph), **(constants or {})}
-        self._draws_elsewhere = any(
-            draws(node) and draws_elsewhere(node, self._facts[node]) for node in graph.graph.nodes
-        )
         self._given = given or {}
         self._exchanges = Exchanges(facts)
         self._arriving: dict[fx.Node, Result] = {}  # what launches bring
@@ -378,6 +376,11 @@ class Evaluation(Calls):
         if is_split:
             return None if any(args[2:]) else self._columns.split(received, self._exchanges.sizes(args[1]))
         return self._columns.joined(received, self._exchanges.sizes(args[1:2])[0], args[2])
+
+    @functools.cached_property
+    def _draws_elsewhere(self) -> bool:
+        """Whether another generator than the CPU's is drawn from; only what sets a state asks."""
+        return any(draws(node) and draws_elsewhere(node, self._facts[node]) for node in self._graph.graph.nodes)
 
     def _random_state(self, node: fx.Node, fake: Any) -> Result:
         """Notes also a device's state as that of all generators: only the CPU's alone is known to be as before."""
