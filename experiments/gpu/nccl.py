@@ -6,7 +6,6 @@ On a CPU the ranks' backend is ``nccl_sim``, which shows the check itself at wor
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from experiments.gpu.result import SkippedError
 from graphpasses.errors import GraphPassesError
@@ -92,9 +92,7 @@ def _launch(device: str, num_local: int, environment: dict[str, str], folder: Pa
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.iterdir():
         old.unlink()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = str(get_free_port())
     ranks = []
     for rank in range(_NUM_RANKS):
         own = {
@@ -104,7 +102,7 @@ def _launch(device: str, num_local: int, environment: dict[str, str], folder: Pa
             "NCCL_DEBUG_SUBSYS": "INIT,ENV,TUNING,COLL",
             "NCCL_DEBUG_FILE": str(folder / f"{rank}.log"),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": port,
             "RANK": str(rank),
             "WORLD_SIZE": str(_NUM_RANKS),
         }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import statistics
 import tempfile
 import time
@@ -17,6 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import graphpasses as gp
@@ -40,11 +40,10 @@ def ranks_on_one_device(device: str, num_steps: int) -> tuple[bool, list[tuple[s
     """Losses and weights of two and four ranks, with the simulated rings of NCCL and with canonical reductions."""
     is_right, found = True, []
     for num_ranks in (2, 4):
-        with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
-            free.bind(("127.0.0.1", 0))
-            port, out = free.getsockname()[1], Path(folder) / "found.json"
-            free.close()
-            mp.spawn(_rank, (num_ranks, port, device, min(num_steps, 10), str(out)), nprocs=num_ranks)
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "found.json"
+            given = (num_ranks, get_free_port(), device, min(num_steps, 10), str(out))
+            mp.spawn(_rank, given, nprocs=num_ranks)
             rows = json.loads(out.read_text())
         for reductions, equal, cost, num in rows:
             is_right &= equal["captured"] == num > equal["control"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 import warnings
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from experiments.gpu.ranks import register_backend
 from experiments.gpu.result import require
@@ -45,10 +45,7 @@ def trainers(device: str, num_steps: int) -> tuple[bool, list[tuple[str, str]]]:
             make_assets(Path(folder))
             try:
                 for pipeline in (_EAGER, *wanted):
-                    with socket.socket() as free:
-                        free.bind(("127.0.0.1", 0))
-                        port = free.getsockname()[1]
-                    given = (num_ranks, port, device, recipe, pipeline, num_steps, folder)
+                    given = (num_ranks, get_free_port(), device, recipe, pipeline, num_steps, folder)
                     mp.spawn(_train, given, nprocs=num_ranks)
             except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
                 is_right = False  # the other models are trained all the same
