@@ -114,6 +114,9 @@ def communication_traced(model: nn.Module) -> Iterator[Reductions]:
         stack.enter_context(mock.patch.object(_fsdp_param_group, "record_function", _nothing_recorded))
         stack.enter_context(mock.patch.object(_fsdp_param_group, "foreach_reduce", foreach_reduce))
         yield reductions
+        reductions.unsharded.update(
+            index for index, group in enumerate(groups) if group.is_unsharded and group not in reductions.ready
+        )
         for parameter in owner:
             if getattr(getattr(parameter, "_unsharded_param", None), "grad", None) is not None:
                 raise CaptureError(
@@ -163,7 +166,9 @@ def _unshard(group: FSDPParamGroup) -> None:
 
 
 def _reshard(group: FSDPParamGroup) -> None:
-    if group._training_state != TrainingState.FORWARD or group._reshard_after_forward:
+    # What an int shards otherwise after forward is as well kept: backward frees it.
+    is_kept = group._use_post_forward_mesh or not group._reshard_after_forward
+    if group._training_state != TrainingState.FORWARD or not is_kept:
         group._to_sharded()  # type: ignore[no-untyped-call]
 
 
@@ -315,6 +320,8 @@ class Reductions:
     partly_reduced: dict[int, list[Tensor]] = field(default_factory=dict)
     # By group, for which parameters gradients were there each time it might have reduced.
     ready: dict[FSDPParamGroup, list[set[Tensor]]] = field(default_factory=dict)
+    # Indexes of groups that forward leaves unsharded, and no backward frees: a teacher's root.
+    unsharded: set[int] = field(default_factory=set)
 
     @property
     def late(self) -> set[Tensor]:

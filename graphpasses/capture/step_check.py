@@ -62,14 +62,15 @@ def _eager(loss_fn: Callable[..., torch.Tensor], step: CapturedStep, batch: Sequ
         loss.backward()  # type: ignore[no-untyped-call]
     if step.update is not None and not step.waits:
         step.update.run_eagerly()
-    reshard(fsdp_groups(step.model))
     return loss.detach()
 
 
 def _results(step: CapturedStep, batch: Sequence[Any], run: Callable[[], torch.Tensor]) -> Results:
     """Returns copies of all that a run leaves behind, which is put back."""
     with put_back(step, batch), accumulators_restored(step.model, copied=True):
-        results = run_step(step.model, run) | _tensors(step, batch)
+        results = run_step(step.model, run)
+        reshard(fsdp_groups(step.model))
+        results |= _tensors(step, batch)
         return copies_of(results | state_in_optimizers(step.model, _optimizers(step)))
 
 

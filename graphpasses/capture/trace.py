@@ -56,6 +56,7 @@ class Trace:
     marks: Marks  # where FSDP2 may keep gradients unreduced: the last outputs of the traced function
     taken: Sequence[tuple[Any, ...]]  # by which keys of the batch what ``loss_fn`` takes out of it is reached
     held: Collection[str]  # FQNs of what the user's code also read by references beside the model
+    unsharded: Collection[int]  # indexes of the FSDP2 groups that eager leaves unsharded, since no backward frees them
 
 
 def trace_step(
@@ -80,6 +81,7 @@ def trace_step(
     records: list[OperatorCalls] = []
     left_in: list[str] = []
     taken: list[tuple[Any, ...]] = []
+    unsharded: set[int] = set()
     marks = Marks()
     random_calls, reads = RandomCalls(), Reads(model, loss_fn)
     decisions = Decisions(model, list(zip(structure.paths, leaves, strict=True)), varying)
@@ -156,6 +158,7 @@ def trace_step(
                     found = torch.autograd.grad(loss, parameters, allow_unused=True)
                     gradients = dict(zip(parameters, found, strict=True))
                     _refuse_inner_backward(named, gradients_before)
+        unsharded.update(reductions.unsharded)
         marked = marks.of(named, reductions.unreduced, reductions.late, reductions.partly_reduced)
         left = left_tensors.find(reads.has_read)
         left_in[:] = left
@@ -176,7 +179,8 @@ def trace_step(
     finally:
         for record in reversed(records):
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
-    return Trace(traced, reads, decisions.guards, random_calls, records[0].calls, left_in, marks, taken, held)
+    calls, guards = records[0].calls, decisions.guards
+    return Trace(traced, reads, guards, random_calls, calls, left_in, marks, taken, held, unsharded)
 
 
 def _trace_until_settled(reads: Reads, trace: Callable[[], TracedFunction]) -> TracedFunction:

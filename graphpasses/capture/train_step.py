@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from graphpasses._torch.fake_mode import fake_copies
-from graphpasses._torch.fsdp2 import fsdp_groups, own_reduction
+from graphpasses._torch.fsdp2 import fsdp_groups, own_reduction, reshard
 from graphpasses._torch.fsdp2_accumulation import accumulation_set_aside
 from graphpasses._torch.fsdp2_tracing import prepare_for_tracing
 from graphpasses.capture.dynamic_shapes import read_dynamic_shapes
@@ -173,6 +173,7 @@ def _capture(
         left=trace.left,
         varying=varying,
         guards=trace.guards,
+        left_unsharded=frozenset(trace.unsharded),
         snapshot=Snapshot.of(model, trace.reads.attributes, trace.reads.names, trace.held),
         checker=partial(check_on_batch, loss_fn),
     )
@@ -196,6 +197,7 @@ def _capture(
     elif check:
         stage("compares the step with an eager one")
         check_step(step, loss_fn, batch, trace.calls)
+        reshard(groups)
         if source is not None and update is not None and has_equal_bits(model):
             stage("compares the update with the optimizer's own")
             check_update(update, source)

@@ -55,6 +55,7 @@ class CapturedStep(TrainGraph):
         rewrites: what the captured step then went through, e.g. pipelines.
         cuts: where FSDP2 may keep gradients unreduced, for a later step; None where that is not known.
         checker: compares a step with eager on a batch; None where there is no ``loss_fn``.
+        left_unsharded: indexes of the FSDP2 groups that eager leaves unsharded, as a teacher's root, and so a call.
         check_every: of how many calls one is checked first; ``"sparse"`` for calls 10, 100, 1,000, …; None for none.
 
     Example:
@@ -77,6 +78,7 @@ class CapturedStep(TrainGraph):
     rewrites: tuple[Callable[[Any], Any], ...] = ()
     cuts: Cuts | None = None
     checker: Callable[[CapturedStep, Sequence[Any]], None] | None = None
+    left_unsharded: frozenset[int] = frozenset()
     check_every: int | Literal["sparse"] | None = None
     _num_calls: int = field(default=0, init=False)
 
@@ -159,7 +161,10 @@ class CapturedStep(TrainGraph):
         """
         if self.checker is None:
             raise CaptureError("the step was made of a trace, and knows no loss_fn that it could be compared with")
+        left = [group for group in self._groups if group.is_unsharded]
+        self._reshard()
         self.checker(self, batch)
+        unshard(left)
 
     def _is_due(self) -> bool:
         """Whether this call is one that is checked; the same on all ranks, which call a step equally often."""
@@ -190,8 +195,12 @@ class CapturedStep(TrainGraph):
         is_updatable = step.update is None or step.update.check(
             step.snapshot.structure.named(tensors, step.parameters)
         )
-        if not self.waits:  # else the parameters stay what they are until backward frees them
-            unshard(group for group in self._groups if not group.reshard_after_backward)
+        unshard(
+            group
+            for index, group in enumerate(self._groups)
+            # What waits is followed by another step before its parameters change.
+            if index in step.left_unsharded or not (group.reshard_after_backward or self.waits)
+        )
         loss = step.run_unchecked(tensors, leaves, pending, is_updatable=is_updatable)
         self.cut_steps.accumulators.clear(pending)
         step.batch_structure.take(batch)

@@ -7,8 +7,10 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from graphpasses import capture_train_step
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses._torch.fsdp2 import fsdp_groups, reshard
 from tests.capture.test_fsdp2 import captured, refused, sharded
@@ -77,6 +79,32 @@ def test_a_parameter_that_backward_left_unsharded() -> None:
         optimizer.step()
         assert refused(lambda: step(*token_batch())) == OUTDATED
         reshard(fsdp_groups(model))
+        step(*token_batch())
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": 2}], ids=["whole", "on two ranks"])
+@pytest.mark.parametrize("reshards", [False, True])
+def test_a_teacher_changed_while_eager_has_it_unsharded(reshards: bool, options: dict[str, int]) -> None:
+    """No backward frees a teacher's root: eager reads the old values of what a list of its shards changes."""
+    with fake_process_group(4):
+        model, teacher = sharded(), sharded(**options)
+        shards = list(teacher.requires_grad_(False).parameters())
+
+        def loss_fn(model: nn.Module, *batch: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                target = next_token_loss(teacher, *batch)
+            return next_token_loss(model, *batch) - target
+
+        step = capture_train_step(loss_fn, model, *token_batch(), others=(teacher,))
+        assert all(group.is_sharded for group in fsdp_groups(teacher))
+        for _ in range(2):  # nothing changed: near miss
+            step(*token_batch())
+        if reshards:
+            reshard(fsdp_groups(teacher))
+        torch._foreach_mul_(shards, 0.9)  # type: ignore[arg-type]
+        if not reshards:
+            assert refused(lambda: step(*token_batch())) == OUTDATED
+            reshard(fsdp_groups(teacher))
         step(*token_batch())
 
 

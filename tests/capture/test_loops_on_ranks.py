@@ -54,6 +54,7 @@ def train(is_captured: bool, turns: list[tuple[Callable[..., torch.Tensor], nn.M
                     step = capture_train_step(loss_fn, model, *batch, others=(other,), optimizer=optimizers[model])
                     steps.append(default_pipeline().run(step))
                 loss = steps[index](*batch)
+                steps[index].check(*batch)  # runs a teacher that the step has left unsharded, and leaves it so
             for optimizer in optimizers.values():
                 optimizer.zero_grad()
             found.append(loss.item())
