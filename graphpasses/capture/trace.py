@@ -56,7 +56,7 @@ class Trace:
     marks: Marks  # where FSDP2 may keep gradients unreduced: the last outputs of the traced function
     taken: Sequence[tuple[Any, ...]]  # by which keys of the batch what ``loss_fn`` takes out of it is reached
     held: Collection[str]  # FQNs of what the user's code also read by references beside the model
-    unsharded: Collection[int]  # indexes of the FSDP2 groups that eager leaves unsharded, since no backward frees them
+    unsharded: Collection[int]  # indexes of the FSDP2 groups that no backward frees
 
 
 def trace_step(
