@@ -246,17 +246,8 @@ class CapturedStep(TrainGraph):
     def _with_graph(self, graph: CutGraph, update: Update | None) -> Self:
         """Returns the step with a graph that was cut of its captured one; it goes through what the step has."""
         module, inputs, outputs = graph
-        step = replace(
-            self,
-            module=module,
-            inputs=inputs,
-            outputs=outputs,
-            update=update,
-            report=None,
-            notes=[],
-            timelines=[],
-            rewrites=(),
-        )
+        step = replace(self, module=module, inputs=inputs, outputs=outputs, update=update, rewrites=())
+        step.report, step.notes, step.timelines = None, [], []
         for rewrite in self.rewrites:
             step = rewrite(step)
         self._cache.check_launches(step)
