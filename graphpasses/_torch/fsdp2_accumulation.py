@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -25,19 +25,25 @@ from graphpasses.errors import CaptureError
 def pending_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns all gradients that wait in a model's groups, reduced by the next backward or not."""
     with reducing(fsdp_groups(model)):
-        return Accumulators(model, str, {}).pending()
+        return Accumulators(model, str, {}, None).pending()
 
 
 class Accumulators:
     """What a model's groups keep, and whether they do, by place: a parameter's FQN, or ``"group 0"`` of a group.
 
     ``canonical`` returns a parameter's first name; ``placements`` are, by place, those of gradients that are
-    DTensors.
+    DTensors; ``trained`` are the FQNs of the parameters that a step reduces, or None to look only.
     """
 
-    def __init__(self, model: nn.Module, canonical: Callable[[str], str], placements: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        canonical: Callable[[str], str],
+        placements: Mapping[str, Any],
+        trained: Collection[str] | None,
+    ) -> None:
         self.groups = fsdp_groups(model)
-        self._placements = placements
+        self._placements, self._trained = placements, trained
         fqns = {module: fqn for fqn, module in model.named_modules()}
         self.parameters: dict[str, tuple[FSDPParamGroup, FSDPParam]] = {}
         for group in self.groups:
@@ -60,9 +66,8 @@ class Accumulators:
             if group.reduce_grads and (gradient := unreduced_gradient(parameter)) is not None:
                 found[fqn] = self._local(fqn, gradient)
         for index, group in enumerate(self.groups):
-            if group._partial_reduce_output is not None and group.reduce_grads and not _is_partial(group):
-                _refuse_layouts(group)
-                found[f"group {index}"] = group._partial_reduce_output.view(1, -1)  # as a graph reduces
+            if group.reduce_grads and not _is_partial(group) and (packed := self._packed(group)) is not None:
+                found[f"group {index}"] = packed.view(1, -1)  # as a graph reduces
         return found
 
     def clear(self, places: Iterable[str]) -> None:
@@ -86,10 +91,10 @@ class Accumulators:
         """
         if place not in self.parameters:
             group = self._group(place)
-            if group._partial_reduce_output is None:
+            if (packed := self._packed(group)) is None:
                 group._partial_reduce_output = gradient.view(-1)
             else:
-                group._partial_reduce_output += gradient.view(-1)
+                packed += gradient.view(-1)
             return
         group, parameter = self.parameters[place]
         total = unreduced_gradient(parameter)
@@ -126,6 +131,27 @@ class Accumulators:
             )
         return local_part(gradient)
 
+    def _packed(self, group: FSDPParamGroup) -> torch.Tensor | None:
+        """Returns what waits in a group for its replicas, packed as a step packs it: from 2.15 on by parameter."""
+        waiting: torch.Tensor | None = group._partial_reduce_output
+        if self._trained is None or not KEEPS_GRADIENT_DTYPES:
+            return waiting
+        names = {parameter: fqn for fqn, (_, parameter) in self.parameters.items()}
+        by_parameter: Any = group
+        order = (group.fsdp_params[index] for index in by_parameter._reduce_scatter_param_indices)
+        trained = [parameter for parameter in order if names[parameter] in self._trained]
+        others = by_parameter._partial_reduce_output_layout.keys() - trained
+        if waiting is not None and others:
+            raise CaptureError(
+                f"FSDP2 holds a gradient of {min(names[each] for each in others)!r} that waits to be reduced over "
+                "replicas, and the captured step computes none with which eager would reduce it. Run all "
+                "microbatches of the step eagerly"
+            )
+        sizes = [parameter.padded_sharded_param_size.numel() for parameter in trained]
+        dtype = None if waiting is None else waiting.dtype
+        packed: torch.Tensor | None = by_parameter._prepare_partial_reduce_output(trained, sizes, dtype)
+        return packed
+
     def _group(self, place: str) -> FSDPParamGroup:
         return self.groups[int(place.removeprefix("group "))]
 
@@ -133,20 +159,7 @@ class Accumulators:
 def _is_partial(group: FSDPParamGroup) -> bool:
     if own_reduction(group) is not None:
         refuse_partial_reduction(group)
-    is_partial = group.reduce_grads and not group.all_reduce_grads and replicate_group(group) is not None
-    if is_partial:
-        _refuse_layouts(group)
-    return is_partial
-
-
-def _refuse_layouts(group: FSDPParamGroup) -> None:
-    """Raises where FSDP2 notes of what parameters a packed gradient is, as from torch 2.15 on."""
-    if hasattr(group, "_partial_reduce_output_layout"):
-        raise CaptureError(
-            "gradients wait in FSDP2 reduced over shards and not over replicas (set_requires_all_reduce(False)), or "
-            "are to wait so, which a captured step does not follow with torch 2.15. Run all microbatches of the step "
-            "eagerly, or let them wait unreduced (set_requires_gradient_sync(False))"
-        )
+    return group.reduce_grads and not group.all_reduce_grads and replicate_group(group) is not None
 
 
 def unreduced_gradient(parameter: FSDPParam) -> torch.Tensor | None:

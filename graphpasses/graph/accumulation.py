@@ -137,7 +137,7 @@ class CutSteps(Generic[S]):
 
     def __post_init__(self) -> None:
         placements = {} if self.cuts is None else self.cuts.marks.placements
-        self.accumulators = Accumulators(self.model, self.identity.canonical, placements)
+        self.accumulators = Accumulators(self.model, self.identity.canonical, placements, self.trained)
         self._places = self.trained | {self.accumulators.group_of(fqn) for fqn in self.trained}
 
     def keeping(self) -> AbstractContextManager[None]:

@@ -250,6 +250,7 @@ class CapturedStep(TrainGraph):
         step.report, step.notes, step.timelines = None, [], []
         for rewrite in self.rewrites:
             step = rewrite(step)
+        step.cut_steps = self.cut_steps
         self._cache.check_launches(step)
         return step
 

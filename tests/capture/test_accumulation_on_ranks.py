@@ -56,15 +56,11 @@ TRAININGS: dict[str, Accumulation] = {
 }
 # With FSDP2 of torch 2.15, which adds uses in the dtype of the reduction, if they are the first to wait.
 ADDED = r"CaptureError: parameter '.*' has several uses, whose gradients the captured step adds in "
-PACKED = "CaptureError: gradients wait in FSDP2 reduced over shards and not over replicas "
-WITH_2_15 = {
-    **dict.fromkeys(("reduced_dtype", "clipped", "stays_unsharded", "tensor_parallel_fp32_reduce"), ADDED),
-    **dict.fromkeys(("hybrid", "hybrid_clipped"), PACKED),
-}
+WITH_2_15 = dict.fromkeys(("reduced_dtype", "clipped", "stays_unsharded", "tensor_parallel_fp32_reduce"), ADDED)
 # One step shows it.
 CONTROLS = {
     f"{name}_dropped": replace(TRAININGS[name], drops=True, steps=TRAININGS[name].steps[:1], check_every=None)
-    for name in (("unreduced_dtype",) if RELEASE >= (2, 15) else ("clipped", "hybrid"))
+    for name in ("hybrid", "unreduced_dtype" if RELEASE >= (2, 15) else "clipped")
 }
 REFUSED = {
     # FSDP2 reduces what has waited when the first of two calls of a module has its gradients, and then the rest.

@@ -149,6 +149,42 @@ def test_a_gradient_that_the_step_does_not_have() -> None:
         )
 
 
+@pytest.mark.skipif(RELEASE < (2, 15), reason="FSDP2 of this torch adds packed gradients as they lie")
+def test_packed_gradients_of_other_parameters() -> None:
+    def hybrid() -> FSDPModule:
+        torch.manual_seed(0)
+        return fully_shard(Halves(), mesh=dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+    def wait(model: FSDPModule, both: bool) -> None:
+        model.set_requires_all_reduce(False)
+        loss_of_halves(model, X, both).backward()
+        model.set_requires_all_reduce(True)
+
+    with fake_process_group(4):
+        model = hybrid()
+        step = capture_train_step(loss_of_halves, model, X, False)
+        wait(model, True)
+        assert refused(lambda: step(X, False)) == (
+            "FSDP2 holds a gradient of 'other.bias' that waits to be reduced over replicas, and the captured step "
+            "computes none with which eager would reduce it. Run all microbatches of the step eagerly"
+        )
+        gradients = []
+        for is_captured in (True, False):
+            model = hybrid()
+            step = capture_train_step(loss_of_halves, model, X, True)
+            wait(model, False)
+            if is_captured:
+                step(X, True)
+            else:
+                loss_of_halves(model, X, True).backward()
+            gradients.append([each.grad for each in model.parameters()])
+            assert not pending_gradients(model)
+        assert all(same_bits(one, other) for one, other in zip(*gradients, strict=True))
+        model.zero_grad()
+        step(X, True)
+        assert not all(same_bits(p.grad, other) for p, other in zip(model.parameters(), gradients[1], strict=True))
+
+
 def test_only_some_have_waited_in_the_dtype_of_reduction() -> None:
     with fake_process_group(2):
         model = fully_shard(Halves(), mesh=dist.init_device_mesh("cpu", (2,)), mp_policy=MIXED)
