@@ -114,10 +114,11 @@ class Accumulators:
         return f"group {self.groups.index(self.parameters[fqn][0])}"
 
     def dtype_of_first(self, fqn: str) -> torch.dtype | None:
-        """Returns in what FSDP2 adds the first gradients that wait; None for that of compute, as up to 2.14."""
-        if fqn not in self.parameters or not KEEPS_GRADIENT_DTYPES:
+        """Returns in what FSDP2 adds the uses of a first gradient that waits; None up to 2.14, and for others."""
+        _, parameter = self.parameters[fqn]
+        if not KEEPS_GRADIENT_DTYPES or unreduced_gradient(parameter) is not None:
             return None
-        dtype: torch.dtype | None = cast(Any, self.parameters[fqn][1]).unsharded_grad_dtype
+        dtype: torch.dtype | None = cast(Any, parameter).unsharded_grad_dtype
         return dtype
 
     def _local(self, place: str, gradient: torch.Tensor) -> torch.Tensor:

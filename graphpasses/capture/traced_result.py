@@ -23,7 +23,7 @@ from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.graph import CapturedStep, GraphInput, GraphOutput, InputKind, OutputKind, Stage, TrainGraph
 from graphpasses.graph.accumulation import Cuts, Marks
 from graphpasses.graph.batch_structure import BatchStructure
-from graphpasses.graph.nodes import SAME_TENSOR_OPS, argument
+from graphpasses.graph.nodes import SAME_TENSOR_OPS, argument, reach
 from graphpasses.graph.parameters import get_state, parameter_infos
 from graphpasses.identity import IdentityMap
 from graphpasses.state.snapshot import Snapshot
@@ -256,6 +256,13 @@ def _renamed(node: fx.Node) -> fx.Node:
     return node
 
 
+def _sums(gradient: fx.Node) -> list[str]:
+    """Returns the names of the nodes by which autograd's engine adds up the gradients of a parameter's uses."""
+    uses = {*added_uses(gradient)}
+    nodes = reach([gradient], lambda node: () if node in uses else node.all_input_nodes) - uses
+    return [node.name for node in gradient.graph.nodes if node in nodes]
+
+
 def _take_marks(module: fx.GraphModule, marks: Marks) -> Cuts | None:
     """Takes the marks of places out of a graph; returns it as it was with them. None if there are none."""
     if not marks.names:
@@ -266,7 +273,7 @@ def _take_marks(module: fx.GraphModule, marks: Marks) -> Cuts | None:
     output.args = (values[: -len(nodes)],)
     marked = lazy_module(module, copy_graph(module.graph))
     places = dict(zip(marks.names, nodes, strict=True))
-    added = frozenset(place for place, node in places.items() if len(added_uses(_renamed(node))) > 1)
+    added = {place: sums for place, node in places.items() if (sums := _sums(_renamed(node)))}
     for node in nodes:
         node.replace_all_uses_with(node.args[0])
         module.graph.erase_node(node)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -41,10 +41,13 @@ class Waiting:
     kept: tuple[str, ...] = ()  # whose gradients this call leaves unreduced
     # Whose earlier ones it reduces with its own, and their dtypes.
     pending: tuple[tuple[str, torch.dtype], ...] = ()
+    # Of those kept, which are the first to wait and have several uses, whose gradients FSDP2 adds in which dtype.
+    widened: tuple[tuple[str, torch.dtype], ...] = ()
 
     def __str__(self) -> str:
         pending = (f"{place} ({dtype})" for place, dtype in self.pending)
-        return f"to wait: {', '.join(self.kept) or 'none'}; to be reduced: {', '.join(pending) or 'none'}"
+        widened = f"; widened: {self.widened}" if self.widened else ""
+        return f"to wait: {', '.join(self.kept) or 'none'}; to be reduced: {', '.join(pending) or 'none'}{widened}"
 
 
 CutGraph = tuple[fx.GraphModule, tuple[GraphInput, ...], tuple[GraphOutput, ...]]
@@ -57,8 +60,8 @@ class Marks:
 
     names: dict[str, str] = field(default_factory=dict)  # by place, of the view's node
     placements: dict[str, Any] = field(default_factory=dict)  # by place, of a gradient that is a DTensor
-    # Parameters with several uses, whose gradients the step adds in the dtype of compute.
-    added: frozenset[str] = frozenset()
+    # Of parameters with several uses, the nodes that add the gradients of these, in order, in the dtype of compute.
+    added: Mapping[str, Sequence[str]] = field(default_factory=dict)
     # Parameters of groups that may reduce before all gradients are there: what has waited is reduced by itself.
     late: set[str] = field(default_factory=set)
 
@@ -104,6 +107,9 @@ class Cuts:
         graph = copy_graph(self.module.graph)
         nodes = {node.name: node for node in graph.nodes}
         marks = {place: nodes[name] for place, name in self.marks.names.items()}
+        for place, dtype in waiting.widened:
+            sums = [nodes[name] for name in self.marks.added[place]]
+            marks[place].args = (_widened(graph, marks[place], sums, dtype),)
         values: list[Any] = list(graph.output_node().args[0])  # type: ignore[arg-type]
         kept = {place: marks[place] for place in waiting.kept if place in marks}
         behind = reach(kept.values(), lambda node: node.users)
@@ -164,11 +170,20 @@ class CutSteps(Generic[S]):
         waiting = Waiting(
             tuple(sorted(self._places & self.accumulators.kept)),
             tuple((place, gradient.dtype) for place, gradient in pending.items()),
+            tuple(self._widened()),
         )
         if self.accumulators.groups and waiting not in self._agreed:
             RankConsensus.of_model(self.model).check_waiting(str(waiting))
             self._agreed.add(waiting)
         return waiting, pending
+
+    def _widened(self) -> Iterator[tuple[str, torch.dtype]]:
+        if self.cuts is None:
+            return
+        for fqn in sorted(self.accumulators.kept & self.cuts.marks.added.keys()):
+            dtype = self.accumulators.dtype_of_first(fqn)
+            if dtype is not None and dtype != self.cuts.dtypes[fqn]:
+                yield fqn, dtype
 
     def fitting(self, step: S, waiting: Waiting) -> S:
         """Returns the step for what waits, ``step`` itself if nothing does; raises where it can have no such step."""
@@ -199,14 +214,6 @@ class CutSteps(Generic[S]):
                 f"the gradient of {min(kept)!r} is to wait (set_requires_gradient_sync(False)), and that of "
                 f"{reduced[0]!r} {why}: the step updates both. Or capture without optimizer="
             )
-        for fqn in sorted(kept & marks.added - {*pending}):
-            computed, first = self.cuts.dtypes[fqn], self.accumulators.dtype_of_first(fqn)
-            if first not in (None, computed):
-                raise CaptureError(
-                    f"parameter {fqn!r} has several uses, whose gradients the captured step adds in {computed}; "
-                    f"those that are the first to wait FSDP2 of this torch adds in {first}. Run the first microbatch "
-                    f"of each step eagerly, or reduce in {computed}"
-                )
         self._check_dtypes(self.cuts, dict(waiting.pending))
         return self.cuts
 
@@ -240,6 +247,24 @@ class CutSteps(Generic[S]):
 
 def _is_group(place: str) -> bool:
     return place.startswith("group ")
+
+
+def _widened(graph: fx.Graph, mark: fx.Node, sums: Sequence[fx.Node], dtype: torch.dtype) -> fx.Node:
+    """Adds the gradients of a parameter's uses in another dtype, as autograd casts them and in its order."""
+    wide: dict[fx.Node, fx.Node] = {}
+
+    def made(node: fx.Node) -> fx.Node:
+        node.meta["val"] = fake_value(node)
+        return node
+
+    def cast(use: fx.Node) -> fx.Node:
+        return made(graph.call_function(aten._to_copy.default, (use,), {"dtype": dtype}))
+
+    with graph.inserting_before(mark):
+        for node in sums:
+            casts = {each: wide.get(each) or cast(each) for each in node.all_input_nodes}
+            wide[node] = made(graph.node_copy(node, casts.__getitem__))
+    return wide[sums[-1]]
 
 
 def _total(graph: fx.Graph, mark: fx.Node, dtype: torch.dtype, *, is_last: bool) -> fx.Node:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import traceback
 from dataclasses import replace
 
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from graphpasses._torch.tested_versions import RELEASE
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import AgreementError
 from graphpasses.parity.launch import run_ranks
@@ -54,13 +52,10 @@ TRAININGS: dict[str, Accumulation] = {
     "hybrid_clipped": Accumulation(CASES["hybrid_fp16_reduce"], HYBRID_STEPS, **UPDATED),  # type: ignore[arg-type]
     "tensor_parallel_fp32_reduce": Accumulation(CASES["tensor_parallel_fp32_reduce"], FEW_STEPS, updates=True),
 }
-# With FSDP2 of torch 2.15, which adds uses in the dtype of the reduction, if they are the first to wait.
-ADDED = r"CaptureError: parameter '.*' has several uses, whose gradients the captured step adds in "
-WITH_2_15 = dict.fromkeys(("reduced_dtype", "clipped", "stays_unsharded", "tensor_parallel_fp32_reduce"), ADDED)
 # One step shows it.
 CONTROLS = {
     f"{name}_dropped": replace(TRAININGS[name], drops=True, steps=TRAININGS[name].steps[:1], check_every=None)
-    for name in ("hybrid", "unreduced_dtype" if RELEASE >= (2, 15) else "clipped")
+    for name in ("clipped", "hybrid")
 }
 REFUSED = {
     # FSDP2 reduces what has waited when the first of two calls of a module has its gradients, and then the rest.
@@ -102,11 +97,7 @@ def found() -> list[dict[str, list[str]]]:
 @pytest.mark.parametrize("name", TRAININGS)
 def test_equals_eager(name: str, found: list[dict[str, list[str]]]) -> None:
     expected, reports = [[]] * TRAININGS[name].case.num_ranks, [each[name] for each in found if name in each]
-    if RELEASE >= (2, 15) and name in WITH_2_15:
-        assert len(reports) == len(expected)
-        assert all(re.match(WITH_2_15[name], each[0]) for each in reports)
-    else:
-        assert reports == expected
+    assert reports == expected
 
 
 @pytest.mark.multiprocess
