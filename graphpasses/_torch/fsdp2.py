@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
@@ -99,6 +99,21 @@ def unshard(groups: Iterable[FSDPParamGroup]) -> None:
         group.lazy_init()  # type: ignore[no-untyped-call]
         group.unshard()
         group.wait_for_unshard()
+
+
+def set_aside(groups: Iterable[FSDPParamGroup]) -> None:
+    """Shows the shards of unsharded parameters, whose memory stays: :func:`take_back` shows them again."""
+    for group in groups:
+        for parameter in group.fsdp_params:
+            parameter._setattr_on_modules(parameter.sharded_param)
+            parameter.sharded_state = ShardedState.SHARDED
+        group._sharded_state = ShardedState.SHARDED
+
+
+def take_back(groups: Iterable[FSDPParamGroup]) -> None:
+    """Shows unsharded parameters again, which are as they were when they were set aside."""
+    for group in groups:
+        group._to_unsharded()  # type: ignore[no-untyped-call]
 
 
 def named_sharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -11,7 +11,6 @@ import torch
 from torch import fx, nn
 
 from graphpasses._torch.fake_mode import active_fake_mode, is_fake
-from graphpasses._torch.fsdp2 import fsdp_groups, reshard, unshard
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module, quick_call
 from graphpasses._torch.surroundings import never_compiled
 from graphpasses.errors import CaptureError
@@ -27,12 +26,13 @@ from graphpasses.graph.batch import Varying, check_leaves, check_memory
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.guards import Guards
 from graphpasses.graph.parameters import get_state, parameter_infos
-from graphpasses.graph.rank_consensus import FailedRanks, RankConsensus
+from graphpasses.graph.rank_consensus import FailedRanks
 from graphpasses.graph.recapture import GuardedCache, Recapture
 from graphpasses.graph.train_graph import GraphInput, InputKind, OutputKind, TrainGraph
+from graphpasses.graph.unsharded import Unsharded
 from graphpasses.graph.update import Update
 from graphpasses.state.left_tensors import leave_tensor
-from graphpasses.state.snapshot import Snapshot, check_unsharded
+from graphpasses.state.snapshot import Snapshot
 
 
 @dataclass(repr=False, kw_only=True)
@@ -161,10 +161,10 @@ class CapturedStep(TrainGraph):
         """
         if self.checker is None:
             raise CaptureError("the step was made of a trace, and knows no loss_fn that it could be compared with")
-        left = [group for group in self._groups if group.is_unsharded]
-        self._reshard()
+        left = self._unsharded.left
+        self._unsharded.shard()
         self.checker(self, batch)
-        unshard(left)
+        self._unsharded.unshard(left)
 
     def _is_due(self) -> bool:
         """Whether this call is one that is checked; the same on all ranks, which call a step equally often."""
@@ -183,7 +183,7 @@ class CapturedStep(TrainGraph):
             raise CaptureError(
                 "loss_fn calls a captured step while it is captured itself; call what that step was captured of"
             )
-        self._reshard()
+        self._unsharded.shard(self._staying())
         waiting, pending = self.cut_steps.find_waiting()
         tensors = self.snapshot.check(self.model)
         leaves = self.batch_structure.leaves(batch)
@@ -195,26 +195,18 @@ class CapturedStep(TrainGraph):
         is_updatable = step.update is None or step.update.check(
             step.snapshot.structure.named(tensors, step.parameters)
         )
-        unshard(
-            group
-            for index, group in enumerate(self._groups)
-            # What waits is followed by another step before its parameters change.
-            if index in step.left_unsharded or not (group.reshard_after_backward or self.waits)
-        )
+        self._unsharded.unshard(self._staying() | step.left_unsharded)
         loss = step.run_unchecked(tensors, leaves, pending, is_updatable=is_updatable)
         self.cut_steps.accumulators.clear(pending)
         step.batch_structure.take(batch)
         return loss
 
-    def _reshard(self) -> None:
-        """Frees what was left unsharded, on all ranks alike; if it is out of date on one, all raise."""
-        if not all(group.is_sharded for group in self._groups):
-            elsewhere = CaptureError(
-                "on another rank a parameter changed while it was unsharded; its message says which"
-            )
-            with RankConsensus.of_model(self.model).raised_together(elsewhere):
-                check_unsharded(self._groups)
-        reshard(self._groups)
+    def _staying(self) -> frozenset[int]:
+        """Returns the groups that eager leaves unsharded after a step."""
+        if self.waits:  # another step follows before the parameters change
+            return self.left_unsharded
+        groups = enumerate(self._unsharded.groups)
+        return self.left_unsharded.union(index for index, group in groups if not group.reshard_after_backward)
 
     @property
     def captures(self) -> tuple[CapturedStep, ...]:
@@ -340,8 +332,8 @@ class CapturedStep(TrainGraph):
         return replace(self, model=model, parameters=parameters, snapshot=self.snapshot.for_model(model))
 
     @cached_property
-    def _groups(self) -> tuple[Any, ...]:
-        return fsdp_groups(self.model)
+    def _unsharded(self) -> Unsharded:
+        return Unsharded(self.model)
 
     @cached_property
     def _loss_index(self) -> int:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from graphpasses import capture_train_step
 from graphpasses._torch.fake_process_group import fake_process_group
@@ -97,8 +98,11 @@ def test_a_teacher_changed_while_eager_has_it_unsharded(reshards: bool, options:
 
         step = capture_train_step(loss_fn, model, *token_batch(), others=(teacher,))
         assert all(group.is_sharded for group in fsdp_groups(teacher))
-        for _ in range(2):  # nothing changed: near miss
-            step(*token_batch())
+        gather = mock.Mock(wraps=_fsdp_param_group.foreach_all_gather)
+        with mock.patch.object(_fsdp_param_group, "foreach_all_gather", gather):
+            for _ in range(3):  # nothing changed: near miss
+                step(*token_batch())
+        assert gather.call_count == sum(group.is_unsharded for group in fsdp_groups(teacher)) > 0  # once each
         if reshards:
             reshard(fsdp_groups(teacher))
         torch._foreach_mul_(shards, 0.9)  # type: ignore[arg-type]
