@@ -8,7 +8,7 @@ part of graphpasses speaks of it by one name: the canonical one, which is the fi
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -330,6 +330,10 @@ def _facts(tensor: torch.Tensor) -> dict[str, object]:
     }
 
 
+RESTORED = (list, deque, dict, defaultdict, OrderedDict, Counter, set)
+"""Containers whose items are put back; not the user's classes, which may do something else."""
+
+
 @contextmanager
 def attributes_restored(objects: Iterable[Any]) -> Iterator[None]:
     """Gives objects back their attributes after the block, and lists, dicts and sets among these their items.
@@ -338,7 +342,7 @@ def attributes_restored(objects: Iterable[Any]) -> Iterator[None]:
     """
     others = [each for each in objects if not isinstance(each, nn.parallel.DistributedDataParallel)]
     held = [each for thing in others for each in (vars(thing), *vars(thing).values())]
-    before = [(each, each.copy()) for each in held if type(each) in (list, dict, set)]
+    before = [(each, each.copy()) for each in held if type(each) in RESTORED]
     try:
         yield
     finally:

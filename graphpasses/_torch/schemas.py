@@ -23,6 +23,9 @@ _WRITE_RUNNING_STATISTICS = (
     "aten::batch_norm_gather_stats_with_counts", "aten::batch_norm_update_stats", "aten::cudnn_batch_norm",
     "aten::instance_norm", "aten::miopen_batch_norm", "aten::native_batch_norm",
 )  # fmt: skip
+for _packet in (getattr(torch.ops.aten, name.removeprefix("aten::")) for name in _WRITE_RUNNING_STATISTICS):
+    for _name in _packet.overloads():  # so that they stay where nobody reads what they normalize
+        fx.node.has_side_effect(getattr(_packet, _name))
 
 
 def is_operator(target: Any) -> bool:

@@ -12,6 +12,7 @@ from torch import fx
 from torch._functorch._aot_autograd import descriptors
 from torch.utils.checkpoint import CheckpointPolicy
 
+from graphpasses._torch.schemas import given_arguments, written_names
 from graphpasses._torch.storage import memories
 
 
@@ -33,7 +34,9 @@ def keep_reads_of_written(module: fx.GraphModule) -> None:
 
 def written_by_checkpointed(module: fx.GraphModule) -> list[fx.Node]:
     """Returns the placeholders of a joint graph that a checkpointed function writes, in eager again in backward."""
-    return [node for node, value in _written(module.graph).items() if _is_checkpointed(value)]
+    return [
+        node for node, value in _written(module.graph).items() if _is_checkpointed(value) and node.op == "placeholder"
+    ]
 
 
 def _is_checkpointed(value: fx.Node) -> bool:
@@ -59,4 +62,7 @@ def _written(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         value = copies[-1].args[1] if copies else changed.get(node.meta.get("desc"))
         if isinstance(value, fx.Node) and value not in backward:
             written[node] = value
+    for node in graph.nodes:
+        names = written_names(node.target)  # running statistics
+        written |= {value: node for each, value in given_arguments(node) if each.name in names} if names else {}
     return written

@@ -30,7 +30,8 @@ from graphpasses.graph import CapturedStep
 from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.several_models import first_model
 from graphpasses.identity import IdentityMap, named_state, same_bits
-from graphpasses.state.left_tensors import held_tensors, shapes_kept
+from graphpasses.state.keys import key_of
+from graphpasses.state.left_tensors import changed_values, held_tensors, held_values, shapes_kept
 from graphpasses.state.live_state import live_state_restored
 
 Results = dict[str, torch.Tensor | None]
@@ -162,7 +163,7 @@ def run_step(model: nn.Module, run: Callable[[], torch.Tensor]) -> Results:
     ):
         for parameter in named.values():
             parameter.grad = None
-        held = held_tensors(model)
+        held, values = held_tensors(model), held_values(model)
         with shapes_kept(model, {}):
             loss = run()
         buffers = {f"buffer {fqn!r}": each for fqn, each in model.named_buffers()}
@@ -175,6 +176,11 @@ def run_step(model: nn.Module, run: Callable[[], torch.Tensor]) -> Results:
             **{f"unreduced gradient of {place!r}": each for place, each in pending_gradients(model).items()},
             **buffers,
             **left,
+            # As texts, which tell them apart.
+            **{
+                f"attribute {fqn!r}": torch.tensor([*str(key_of(value)).encode()], dtype=torch.uint8)
+                for fqn, value in changed_values(model, values).items()
+            },
         }
 
 

@@ -57,6 +57,7 @@ class Trace:
     taken: Sequence[tuple[Any, ...]]  # by which keys of the batch what ``loss_fn`` takes out of it is reached
     held: Collection[str]  # FQNs of what the user's code also read by references beside the model
     unsharded: Collection[int]  # indexes of the FSDP2 groups that no backward frees
+    left_values: dict[str, Any]  # Python values in attributes, by FQN
 
 
 def trace_step(
@@ -80,6 +81,7 @@ def trace_step(
     held: set[str] = set()
     records: list[OperatorCalls] = []
     left_in: list[str] = []
+    left_values: dict[str, Any] = {}
     taken: list[tuple[Any, ...]] = []
     unsharded: set[int] = set()
     marks = Marks()
@@ -162,6 +164,7 @@ def trace_step(
         marked = marks.of(named, reductions.unreduced, reductions.late, reductions.partly_reduced)
         left = left_tensors.find(reads.has_read)
         left_in[:] = left
+        left_values.update(left_tensors.find_values())
         each_gradient = [gradients.pop(parameter, None) for parameter in named.values()]
         return [loss, *each_gradient, *(tensor.detach() for tensor in left.values()), *marked]
 
@@ -180,7 +183,7 @@ def trace_step(
         for record in reversed(records):
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
     calls, guards = records[0].calls, decisions.guards
-    return Trace(traced, reads, guards, random_calls, calls, left_in, marks, taken, held, unsharded)
+    return Trace(traced, reads, guards, random_calls, calls, left_in, marks, taken, held, unsharded, left_values)
 
 
 def _trace_until_settled(reads: Reads, trace: Callable[[], TracedFunction]) -> TracedFunction:

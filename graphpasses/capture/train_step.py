@@ -177,6 +177,7 @@ def _capture(
         snapshot=Snapshot.of(model, trace.reads.attributes, trace.reads.names, trace.held),
         checker=partial(check_on_batch, loss_fn),
     )
+    step.left_values = trace.left_values
     # Refuse
     refuse_step(step, trace.random_calls)
     if outside := outside_tensors(step):

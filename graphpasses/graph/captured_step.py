@@ -31,7 +31,7 @@ from graphpasses.graph.recapture import GuardedCache, Recapture
 from graphpasses.graph.train_graph import GraphInput, InputKind, OutputKind, TrainGraph
 from graphpasses.graph.unsharded import Unsharded
 from graphpasses.graph.update import Update
-from graphpasses.state.left_tensors import leave_tensor
+from graphpasses.state.left_tensors import leave
 from graphpasses.state.snapshot import Snapshot
 
 
@@ -56,6 +56,7 @@ class CapturedStep(TrainGraph):
         cuts: where FSDP2 may keep gradients unreduced, for a later step; None where that is not known.
         checker: compares a step with eager on a batch; None where there is no ``loss_fn``.
         left_unsharded: indexes of the FSDP2 groups that eager leaves unsharded, as a teacher's root, and so a call.
+        left_values: Python values that forward sets attributes to, by FQN, and so does a call.
         check_every: of how many calls one is checked first; ``"sparse"`` for calls 10, 100, 1,000, …; None for none.
 
     Example:
@@ -79,6 +80,7 @@ class CapturedStep(TrainGraph):
     cuts: Cuts | None = None
     checker: Callable[[CapturedStep, Sequence[Any]], None] | None = None
     left_unsharded: frozenset[int] = frozenset()
+    left_values: dict[str, Any] = field(default_factory=dict)
     check_every: int | Literal["sparse"] | None = None
     _num_calls: int = field(default=0, init=False)
 
@@ -379,8 +381,8 @@ class CapturedStep(TrainGraph):
         return lazy_module(self.module, graph)
 
     def _accumulate(self, flat: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        for index, fqn in self._left:
-            leave_tensor(self.model, fqn, flat[index])
+        for fqn, value in (self.left_values | {fqn: flat[index] for index, fqn in self._left}).items():
+            leave(self.model, fqn, value)
         for index, place, is_shared in self._gradient_slots:
             gradient = flat[index]
             if isinstance(place, str):

@@ -1,7 +1,8 @@
-"""Tensors that a step leaves in a model's modules: buffers that forward replaces, and attributes that it sets."""
+"""What a step leaves in a model's modules: buffers that forward replaces, and attributes that it sets."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from graphpasses._torch import pytree
 from graphpasses._torch.schemas import is_tensor_subclass
 from graphpasses.errors import CaptureError
+from graphpasses.state.keys import key_of
 
 
 def held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -25,6 +27,25 @@ def held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_buffers()), **attributes}
 
 
+def held_values(model: nn.Module) -> dict[str, Any]:
+    """Returns the attributes of a model's modules that are Python values, not objects, by FQN."""
+    return {
+        f"{fqn}.{name}".lstrip("."): value
+        for fqn, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name not in _MODULE_STATE and (key_of(value).is_plain or _is_symbolic(value))
+    }
+
+
+def changed_values(model: nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those that are others than before."""
+    return {
+        fqn: value
+        for fqn, value in held_values(model).items()
+        if fqn not in before or key_of(value) != key_of(before[fqn])
+    }
+
+
 def read_before(fqn: str) -> str:
     """Says why an attribute is refused that forward reads and then sets."""
     return (
@@ -34,11 +55,13 @@ def read_before(fqn: str) -> str:
     )
 
 
-def leave_tensor(model: nn.Module, fqn: str, tensor: torch.Tensor) -> None:
-    """Gives a module of a model a tensor for a buffer, or for an attribute."""
+def leave(model: nn.Module, fqn: str, value: Any) -> None:
+    """Gives a module of a model a tensor for a buffer, or a value for an attribute."""
     owner, _, name = fqn.rpartition(".")
     module = model.get_submodule(owner)
-    (module._buffers if name in module._buffers else vars(module))[name] = tensor
+    (module._buffers if name in module._buffers else vars(module))[name] = (
+        value if isinstance(value, torch.Tensor) else copy.deepcopy(value)  # a list, which others may change
+    )
 
 
 @contextmanager
@@ -61,7 +84,7 @@ class LeftTensors:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._held = held_tensors(model)
+        self._held, self._values = held_tensors(model), held_values(model)
         self._known = {id(tensor) for _, tensor in _in_containers(model)}
 
     def find(self, has_read: Callable[[nn.Module, str], bool]) -> dict[str, torch.Tensor]:
@@ -94,8 +117,23 @@ class LeftTensors:
                 )
         return left
 
+    def find_values(self) -> dict[str, Any]:
+        """Returns the Python values that the step left, by FQN; raises where the batch decides which."""
+        values = changed_values(self._model, self._values)
+        if fqn := next((fqn for fqn, value in values.items() if _is_symbolic(value)), None):
+            raise CaptureError(
+                f"forward keeps in the attribute {fqn!r} a number that follows from the step's tensors, and a "
+                "captured step would not. Keep a tensor, e.g. loss.detach() for loss.item(), or compute it outside"
+            )
+        return values
 
+
+_MODULE_STATE = frozenset(vars(nn.Module()))
 _FIRST_CALL = ". If it does so at the first call only, run loss_fn once before the capture"
+
+
+def _is_symbolic(value: Any) -> bool:
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _shape(tensor: torch.Tensor) -> tuple[list[Any], ...]:

@@ -194,7 +194,7 @@ class Outside:
                 name in own
                 or (state is not None and _has_default(type(value), name))
                 or isinstance(inspect.getattr_static(value, name, None), types.MemberDescriptorType)
-                or (name in self._optional and _may_get(value))
+                or (name in self._optional and _may_get(value) and not hasattr(type(value), name))
             ):
                 self.slot(own if isinstance(value, CONTAINERS) else value, name, f"{path}.{name}")
 

@@ -17,7 +17,7 @@ from types import CellType, MethodType
 from typing import Any, NamedTuple
 
 from graphpasses.errors import CaptureError
-from graphpasses.identity import put_back
+from graphpasses.identity import RESTORED, put_back
 from graphpasses.state import keys
 from graphpasses.state.keys import CONTAINERS, MISSING, Key, Pairs, key_of
 
@@ -175,7 +175,7 @@ class Slot:
 
 def _items_of(value: Any) -> Any:
     """Returns what has the items of a value that can be put back: itself, or an object's of torch attributes."""
-    return value if type(value) in (list, dict, set, deque) else keys.torch_state(value)
+    return value if type(value) in RESTORED else keys.torch_state(value)
 
 
 @dataclass(eq=False, slots=True)

@@ -308,11 +308,12 @@ def test_a_list_in_itself() -> None:
 
 
 def test_an_attribute_of_a_parameter_that_it_gets_later() -> None:
+    """Another text of that code, of which the parameter's class has an attribute, is not taken for one."""
     weight = (model := Model()).linear.weight
     for scale in (1.0, 2.0):
         message = refuses(
             model,
-            lambda model, x: mean(model, x) * getattr(model.linear.weight, "scale", 3.0),
+            lambda model, x: mean(model, x).clamp(min=-9) * getattr(model.linear.weight, "scale", 3.0),
             partial(setattr, weight, "scale", scale),
         )
         before = "absent" if scale == 1.0 else "1.0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -216,3 +217,37 @@ def test_a_module_that_was_there_meanwhile() -> None:
         step(x)
     model.cache = None
     assert torch.equal(step(x), expected)
+
+
+class Noting(nn.Module):
+    """Leaves what ``note`` makes of its input in an attribute, which it reads, or does not."""
+
+    def __init__(self, note: Callable[[torch.Tensor], Any], reads: bool) -> None:
+        super().__init__()
+        self.linear, self.note, self.reads = nn.Linear(4, 4), note, reads
+        self.noted: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.reads or self.noted is None:
+            self.noted = self.note(x)
+        return self.linear(x).square().mean()
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_python_values_stay(reads: bool) -> None:
+    step = capture_train_step(loss_fn, model := Noting(lambda x: [x.shape[0], "rows"], reads), batches()[0])
+    assert model.noted is None
+    step(batches()[0])
+    assert model.noted == [3, "rows"]
+    model.noted.append("of a user")
+    model.noted = None if reads else model.noted
+    step(batches()[0])
+    assert model.noted == [3, "rows"]
+
+
+@pytest.mark.parametrize(
+    "note", [lambda x: x.sum().item(), lambda x: time.perf_counter()], ids=["tensors", "a clock"]
+)
+def test_values_that_follow_from_others_are_refused(note: Callable[[torch.Tensor], Any]) -> None:
+    with pytest.raises(CaptureError, match=r"attribute 'noted'"):
+        capture_train_step(loss_fn, Noting(note, reads=False), batches()[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
@@ -95,9 +96,10 @@ def test_left_as_it_was_after_an_error() -> None:
     assert all(map(same_bits, before, model.state_dict().values()))
 
 
-def test_lists_and_dicts_are_left_as_they_were() -> None:
+@pytest.mark.parametrize("kind", [dict, Counter])
+def test_lists_and_dicts_are_left_as_they_were(kind: type[dict[str, int]]) -> None:
     model = nn.Linear(3, 3)
-    model.seen, model.count = [1], {"calls": 0}
+    model.seen, model.count = [1], kind({"calls": 0})
 
     def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         model.seen.append(len(model.seen))
@@ -107,3 +109,10 @@ def test_lists_and_dicts_are_left_as_they_were() -> None:
     with pytest.raises(CaptureError, match=r"^forward reads attribute 'seen' and changes it at each call "):
         capture_train_step(loss_fn, model, X)
     assert (model.seen, model.count) == ([1], {"calls": 0})
+
+
+def test_a_default_dict_outside_is_left_as_it_was() -> None:
+    seen: defaultdict[str, float] = defaultdict(lambda: 1.0)
+    with pytest.raises(CaptureError, match=r"^\"seen\['scale'\]\" was absent, and is 1.0 now"):
+        capture_train_step(lambda model, x: mean_square(model, x) * seen["scale"], nn.Linear(3, 3), X)
+    assert not seen

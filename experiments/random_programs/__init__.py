@@ -1,0 +1,1 @@
+"""Random training programs: eager, captured and compiled steps, compared bit by bit."""

@@ -1,0 +1,68 @@
+"""Random programs keep eager's bits, and a step that does not is told and shrunk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from experiments.random_programs import running
+from experiments.random_programs.program import Program
+from experiments.random_programs.running import judged, repair, shrunk
+from graphpasses.graph import captured_step
+
+NOTING = """
+import torch
+from torch import nn
+class Model(nn.Linear):
+    def forward(s, x):
+        s.last = len(x)
+        h = super().forward(x)
+        h1 = h + missing
+        return h1
+def loss_fn(model, x, y, k):
+    return model(x).square().mean()
+def run(c):
+    torch.manual_seed(0)
+    model = Model(8, 8)
+    opt = torch.optim.SGD(model.parameters())
+    step = c.step(loss_fn, model, opt, is_inside=False)
+    for i in range(3):
+        x, y = c.floats(i), c.integers(i)
+        loss = step(x, y, 1.0)
+        opt.step()
+        c.record(loss, model, opt, [], x)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [3, 8, 11])
+def test_bits(seed: int, tmp_path: Path) -> None:
+    (path := tmp_path / "program.py").write_text(Program(seed).source())
+    assert repair(path)
+    assert {outcome.kind for outcome in judged(path, ("captured",)).values()} <= {"bits", "refused"}
+
+
+@pytest.mark.slow
+def test_a_defect_is_told_and_shrunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path := tmp_path / "program.py").write_text(NOTING.replace("h + missing", "h.tanh()"))
+    assert judged(path, ("captured",))["captured"].kind == "bits"
+    monkeypatch.setattr(captured_step, "leave", lambda *_: None)
+    monkeypatch.setattr("graphpasses.capture.oracle.changed_values", lambda *_: {})
+    outcome = judged(path, ("captured",))["captured"]
+    assert outcome.kind == "differs"
+    assert outcome.detail.endswith("then ['in_features', 'out_features', 'training']")
+    lines = shrunk(path, "captured", "differs")
+    assert "        s.last = len(x)" in lines
+    assert "        opt.step()" not in lines
+
+
+def test_lines_at_which_eager_fails_go(tmp_path: Path) -> None:
+    (path := tmp_path / "program.py").write_text(NOTING)
+    assert running.trained(path, "eager")[1].endswith("NameError: name 'missing' is not defined\n")
+    assert repair(path)
+    assert "        h1 = h + 0" in path.read_text()
+
+
+def test_a_seed_decides_the_program() -> None:
+    assert Program(1).source() == Program(1).source() != Program(2).source()
