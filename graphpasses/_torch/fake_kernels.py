@@ -5,18 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import _meta_registrations, _refs
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch import _meta_registrations
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 aten = torch.ops.aten
-
-
-def _constant_pad_nd(mode: FakeTensorMode, _: Any, tensor: FakeTensor, pad: Any, *value: Any) -> Any:
-    """Pads by symbols, which torch's fake refuses."""
-    if not any(isinstance(each, torch.SymInt) for each in pad):
-        return NotImplemented
-    with mode:
-        return _refs.constant_pad_nd(tensor, pad, *value)
 
 
 def _rrelu(mode: FakeTensorMode, operator: Any, tensor: torch.Tensor, noise: torch.Tensor, *_: Any, **__: Any) -> Any:
@@ -53,7 +45,6 @@ def _efficient_attention(mode: FakeTensorMode, operator: Any, *args: Any, **kwar
 
 # Fake results of operators, for which torch has none, or others than the kernels give.
 FAKE_RESULTS: dict[Any, Any] = {
-    aten.constant_pad_nd.default: _constant_pad_nd,
     aten.rrelu_with_noise.default: _rrelu,
     aten.rrelu_with_noise_functional.default: _rrelu,
     aten._ctc_loss.default: _ctc_loss,

@@ -6,7 +6,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 from unittest import mock
 
@@ -14,7 +14,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import _meta_registrations, _prims_common
 from torch._decomp import decomposition_table
-from torch._dispatch.python import no_python_dispatcher
+from torch._dispatch.python import enable_python_dispatcher, no_python_dispatcher
 from torch._guards import active_fake_mode as active_fake_mode
 from torch._prims_common import is_contiguous_for_memory_format_or_false
 from torch._subclasses import fake_tensor
@@ -166,12 +166,21 @@ def strides_of_kernels() -> Iterator[None]:
         mock.patch.dict(op_implementations_dict, fakes),
         replace(_prims_common, "compute_elementwise_output_logical_to_physical_perm", order),
         replace(_meta_registrations, "_meta_grouped_mm_common", grouped_mm),
+        replace(fake_tensor, "in_kernel_invocation_manager", _in_kernel),
         replace(FakeTensorMode, "cache", _RESULTS),  # torch's has the others
     ):
         try:
             yield
         finally:
             _RESULTS.forget_graphs()
+
+
+@contextmanager
+def _in_kernel(mode: FakeTensorMode, torchs: Any = fake_tensor.in_kernel_invocation_manager) -> Iterator[None]:
+    """Runs a fake kernel; where sizes are symbols, operators in it are Python's, as C++'s do not all take these."""
+    has_symbols = mode.shape_env is not None and bool(mode.shape_env.var_to_range)
+    with torchs(mode), enable_python_dispatcher() if has_symbols else nullcontext():
+        yield
 
 
 def _grouped_mm(

@@ -18,6 +18,7 @@ from graphpasses._torch.compile_backend import Backend
 from graphpasses._torch.dynamo import guard_condition
 from graphpasses._torch.fake_mode import strides_of_kernels
 from graphpasses._torch.module_hooks import global_hook_ids, hook_ids
+from graphpasses._torch.symbols import UNDECIDED
 from graphpasses._torch.written_inputs import written_by_checkpointed
 from graphpasses.analysis.backward import backward_nodes
 from graphpasses.analysis.effects import launches_collective
@@ -34,8 +35,9 @@ from graphpasses.capture.traced_strides import runner
 from graphpasses.embedding.backward_checks import check_lookups
 from graphpasses.embedding.torchrec.fake_kernels import fake_kernels_if_loaded
 from graphpasses.embedding.torchrec.pipelines import check_pipeline
-from graphpasses.errors import PipelineError
+from graphpasses.errors import PipelineError, UnsupportedError
 from graphpasses.graph import Stage
+from graphpasses.graph.nodes import source_line
 from graphpasses.ops.autograd_functions import alias_tensors
 from graphpasses.passes.runner import Graph, Pipeline
 
@@ -199,12 +201,13 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
     given = [index for index in kept if index < num_given]
     added = [rewritten.live[index] for index in kept if index >= num_given][: None if late is None else -1]
     fakes = [inputs[index] for index in given] + [node.meta["val"] for node in rewritten.placeholders[len(given) :]]
-    if keeps_bits:
-        compiled = compile_aot_eager(rewritten.module, fakes, stages, functools.partial(runner, note=report.warn))
-    else:
-        facts = "\n".join(map(repr, (options.pipeline.uuid(), *rewritten.inputs)))
-        digest = hashlib.sha256(facts.encode()).hexdigest()
-        compiled = compile_inductor(rewritten.module, fakes, stages, digest, keep_order=communicates)
+    with _undecided_named(captured.graph):
+        if keeps_bits:
+            compiled = compile_aot_eager(rewritten.module, fakes, stages, functools.partial(runner, note=report.warn))
+        else:
+            facts = "\n".join(map(repr, (options.pipeline.uuid(), *rewritten.inputs)))
+            digest = hashlib.sha256(facts.encode()).hexdigest()
+            compiled = compile_inductor(rewritten.module, fakes, stages, digest, keep_order=communicates)
     compiled = of.in_order(compiled)
     checks, input_checks = tuple(rewritten.checks), tuple(rewritten.input_checks)
     backward_checks = tuple(rewritten.backward_checks)
@@ -224,6 +227,20 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
         return _checked(outputs, backward_checks) if backward_checks else outputs
 
     return CompiledCall.counted(call) if communicates else call
+
+
+@contextmanager
+def _undecided_named(graph: fx.Graph) -> Iterator[None]:
+    """Says what to write where torch's formulas decide by a number that only running tells."""
+    try:
+        yield
+    except UNDECIDED as error:
+        what, read = str(error).partition("\n")[0], graph.find_nodes(op="call_method", target="item")
+        lines = ", ".join(sorted({*map(source_line, read)})) or "an unknown line"
+        raise UnsupportedError(
+            f"a formula of torch decides by a number that only running tells ({what}), which the model reads at "
+            f"{lines}: put torch.compiler.disable on the function that reads it, which breaks the graph there"
+        ) from error
 
 
 def _guard_hooks(graph: fx.GraphModule, model: nn.Module) -> None:

@@ -103,7 +103,8 @@ class BatchStructure:
             if not isinstance(value, _LEAVES):
                 raise CaptureError(
                     f"{path} is a {kind.__name__}; a batch holds tensors, numbers, strings and None, in lists, "
-                    "tuples, dicts and dataclasses. Give loss_fn other objects through its closure"
+                    "tuples, dicts and dataclasses. Give loss_fn other objects through its closure, and None in "
+                    "place of what it does not read"
                 )
             return cls(path)
         items, spec = opened

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import graphpasses
-from graphpasses.errors import FidelityError
+from graphpasses.errors import FidelityError, UnsupportedError
 
 pytestmark = [
     pytest.mark.slow,
@@ -154,3 +154,21 @@ def test_a_checkpointed_function_that_writes() -> None:
     assert model.norm.num_batches_tracked == 1
     model(torch.randn(3, 4)).sum().backward()
     assert model.norm.num_batches_tracked == 3
+
+
+def test_a_formula_that_decides_by_a_number_which_the_model_reads() -> None:
+    """As TorchEasyRec's DLRM-HSTU repeats a parameter for each target: the gradient asks how often."""
+    weight, counts = nn.Parameter(torch.randn(1, 4)), torch.tensor([1, 2])
+
+    def read(counts: Tensor) -> Any:
+        return counts.sum().item()
+
+    def loss(read: Callable[[Tensor], Any]) -> Tensor:
+        number = read(counts)
+        return weight.tile(number, 1).square().sum()
+
+    compiled = graphpasses.compile(loss, inner="aot_eager")
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        with pytest.raises(UnsupportedError, match=r"reads at \S+test_compiled_gradients.py:\d+ in read: put torch"):
+            compiled(read)
+        assert torch.equal(compiled(torch.compiler.disable(read)), loss(read))

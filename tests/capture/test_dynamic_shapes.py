@@ -118,6 +118,7 @@ USES: dict[str, tuple[Loss, int]] = {
     "dropout": (lambda model, x: F.dropout(model(x), 0.5).square().sum(), 1),
     "odd": (lambda model, x: model(x[: x.size(0) // 2 * 2].view(2, -1, 4)).square().sum(), 1),
     "padded": (lambda model, x: F.pad(model(x), (0, 0, 0, 9 - x.size(0)), value=0.5).sum(), 1),
+    "baddbmm": (lambda model, x: torch.baddbmm(model.layer.bias, x[None], model.layer.weight.mT[None]).sum(), 1),
     "decides": (by_size, 2),
     "in_a_loop": (lambda model, x: sum(model(x[i]).square().sum() * i for i in range(x.size(0))), 3),
 }

@@ -366,7 +366,7 @@ def test_mappings_that_are_not_made_of_their_items(make: Callable[[], Any]) -> N
 def test_other_objects() -> None:
     assert refused(lambda: captured({"x": [X, object()]}), CaptureError) == (
         "batch[0]['x'][1] is a object; a batch holds tensors, numbers, strings and None, in lists, tuples, dicts and "
-        "dataclasses. Give loss_fn other objects through its closure"
+        "dataclasses. Give loss_fn other objects through its closure, and None in place of what it does not read"
     )
 
 
