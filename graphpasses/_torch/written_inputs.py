@@ -63,6 +63,6 @@ def _written(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         if isinstance(value, fx.Node) and value not in backward:
             written[node] = value
     for node in graph.nodes:
-        names = written_names(node.target)  # running statistics
+        names = frozenset() if node in backward else written_names(node.target)  # running statistics
         written |= {value: node for each, value in given_arguments(node) if each.name in names} if names else {}
     return written

@@ -114,11 +114,6 @@ _REFUSED_TRACES = {
         "loss_fn calls an operator at {line} that makes a tensor of numbers that it is given, as ctc_loss does where "
         "lengths are numbers: give it tensors"
     ),
-    # As torch's fake kernel of torch.fft says.
-    "tried to directly modify sizes": (
-        "loss_fn calls an operator at {line} that torch cannot trace for sizes that vary, as torch.fft of several "
-        "dims: pad them to one size, and leave them out of dynamic_shapes"
-    ),
     # As the tracer says of a tensor from outside.
     "metadata mutating ops": (
         "loss_fn gives a tensor from outside another shape in place at {line}, as unsqueeze_ and t_ do, and a "

@@ -180,9 +180,9 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
             gradients.cast = find_cast(filter(backward.__contains__, graph.graph.nodes), around)
             give_eagers_formulas(graph.graph, backward.__contains__)
             names = dict(zip(graph.placeholders, graph.inputs, strict=True))
-            for node in written_by_checkpointed(gm):
+            if written := sorted(repr(names[node].fqn) for node in written_by_checkpointed(gm)):
                 report.warn(
-                    f"a checkpointed function writes {names[node].fqn!r}, which eager does again in backward, and "
+                    f"a checkpointed function writes {', '.join(written)}, which eager does again in backward, and "
                     "the compiled graph does not. Write it, as a BatchNorm does, outside of what is checkpointed"
                 )
         made = run(graph)

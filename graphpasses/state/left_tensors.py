@@ -32,6 +32,7 @@ def held_values(model: nn.Module) -> dict[str, Any]:
     return {
         f"{fqn}.{name}".lstrip("."): value
         for fqn, module in model.named_modules()
+        if not isinstance(module, nn.parallel.DistributedDataParallel)  # which keeps its own accounts
         for name, value in vars(module).items()
         if name not in _MODULE_STATE and (key_of(value).is_plain or _is_symbolic(value))
     }

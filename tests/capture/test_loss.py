@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from graphpasses._torch.fake_process_group import fake_process_group
-from graphpasses._torch.tested_versions import RELEASE
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import CaptureError
 from graphpasses.identity import same_bits
@@ -165,15 +164,7 @@ def test_what_torch_cannot_trace() -> None:
     model = nn.Linear(4, 4)
     assert capture_train_step(spectrum, model, X)(X).isfinite()
     varying = ({0: torch.export.Dim.DYNAMIC},)
-    if RELEASE > (2, 13):  # later ones can
-        capture_train_step(spectrum, model, X, dynamic_shapes=varying).check(torch.cat([X, X]))
-    else:
-        error = refusal_of(lambda: capture_train_step(spectrum, model, X, dynamic_shapes=varying))
-        assert error.startswith("loss_fn calls an operator at ")
-        assert error.endswith(
-            " in spectrum that torch cannot trace for sizes that vary, as torch.fft of several dims: pad them to one "
-            "size, and leave them out of dynamic_shapes"
-        )
+    capture_train_step(spectrum, model, X, dynamic_shapes=varying).check(torch.cat([X, X]))
     assert refusal_of(lambda: capture_train_step(by_numpy, model, X)).endswith(
         " in by_numpy by NumPy, and there are none while a step is traced. Compute with torch instead, or outside, "
         "and give the result in the batch"
