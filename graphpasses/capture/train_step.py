@@ -174,10 +174,10 @@ def _capture(
         varying=varying,
         guards=trace.guards,
         left_unsharded=frozenset(trace.unsharded),
+        left_values=trace.left_values,
         snapshot=Snapshot.of(model, trace.reads.attributes, trace.reads.names, trace.held),
         checker=partial(check_on_batch, loss_fn),
     )
-    step.left_values = trace.left_values
     # Refuse
     refuse_step(step, trace.random_calls)
     if outside := outside_tensors(step):
