@@ -117,7 +117,7 @@ def read_step(
     described = _described(traced.gm, model, identity, inputs, outputs)
     placeholders = traced.gm.graph.find_nodes(op="placeholder")
     step = CapturedStep(
-        module=traced.gm if cuts is None else lazy_module(traced.gm, traced.gm.graph),
+        module=traced.gm if marks is None else lazy_module(traced.gm, traced.gm.graph),
         batch_structure=batch_structure,
         batch_leaves=tuple(batch_leaves),
         written=frozenset(item.fqn for item, node in zip(inputs, placeholders, strict=True) if is_written(node)),
@@ -127,6 +127,7 @@ def read_step(
     )
     _keep_one_total(step)
     keep_unrounded(step, model)
+    step.module.recompile()
     return step
 
 
@@ -164,6 +165,7 @@ def read_traced_stage(traced: TracedResult, *, model: nn.Module, num_results: in
     described = _described(traced.gm, model, IdentityMap.of(model), inputs, outputs)
     graph = TrainGraph(module=traced.gm, stage=Stage.JOINT, fixed_signature=True, **described)
     keep_unrounded(graph, model)
+    graph.module.recompile()
     return graph
 
 
@@ -226,7 +228,6 @@ def _make_views(module: fx.GraphModule) -> None:
     Who computed fake values again would change that of the operand. One without such a form stays, and one of a
     tensor from outside, whose shape the step changes.
     """
-    is_changed = False
     for node in module.graph.nodes:
         view = out_of_place_view(node.target)
         if view is None or not _is_made_here(node):
@@ -236,9 +237,6 @@ def _make_views(module: fx.GraphModule) -> None:
         node.target = view
         for user in [user for user in operand.users if user > node]:
             user.replace_input_with(operand, node)
-        is_changed = True
-    if is_changed:
-        module.recompile()
 
 
 def _is_made_here(node: fx.Node) -> bool:

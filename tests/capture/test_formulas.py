@@ -88,6 +88,23 @@ def test_products(name: str) -> None:
         assert same_bits(gradient(model, lambda x=x: step(x)), expected)
 
 
+def test_the_first_update() -> None:
+    """It runs the step without its update, and the optimizer's own step, which makes its state."""
+    found = {}
+    for seed in (0, 1):
+        for is_captured in (True, False):
+            model, x = Scaled(PRODUCTS["prod"]), torch.randn(2, 4, generator=torch.Generator().manual_seed(seed))
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+            if is_captured:
+                capture_train_step(weighted, model, x, optimizer=optimizer)(x)
+            else:
+                weighted(model, x).backward()
+                optimizer.step()
+            found[seed, is_captured] = optimizer.state[model.scale]["momentum_buffer"]
+    assert all(same_bits(found[seed, True], found[seed, False]) for seed in (0, 1))
+    assert not same_bits(found[0, False], found[1, False])
+
+
 class Filled(nn.Module):
     """Fills masks by a value that is trained, in place, too."""
 
