@@ -51,6 +51,7 @@ class Accumulators:
                 info = parameter._module_info
                 fqn = ".".join(filter(None, (fqns[info.module], info.param_name)))
                 self.parameters[canonical(fqn)] = group, parameter
+        self._fqns = {parameter: fqn for fqn, (_, parameter) in self.parameters.items()}
 
     @property
     def kept(self) -> frozenset[str]:
@@ -66,7 +67,8 @@ class Accumulators:
             if group.reduce_grads and (gradient := unreduced_gradient(parameter)) is not None:
                 found[fqn] = self._local(fqn, gradient)
         for index, group in enumerate(self.groups):
-            if group.reduce_grads and not _is_partial(group) and (packed := self._packed(group)) is not None:
+            is_pending = group._partial_reduce_output is not None and group.reduce_grads and not _is_partial(group)
+            if is_pending and (packed := self._packed(group)) is not None:
                 found[f"group {index}"] = packed.view(1, -1)  # as a graph reduces
         return found
 
@@ -137,15 +139,14 @@ class Accumulators:
         waiting: torch.Tensor | None = group._partial_reduce_output
         if self._trained is None or not KEEPS_GRADIENT_DTYPES:
             return waiting
-        names = {parameter: fqn for fqn, (_, parameter) in self.parameters.items()}
         by_parameter: Any = group
         order = (group.fsdp_params[index] for index in by_parameter._reduce_scatter_param_indices)
-        trained = [parameter for parameter in order if names[parameter] in self._trained]
+        trained = [parameter for parameter in order if self._fqns[parameter] in self._trained]
         others = by_parameter._partial_reduce_output_layout.keys() - trained
         if waiting is not None and others:
             raise CaptureError(
-                f"FSDP2 holds a gradient of {min(names[each] for each in others)!r} that waits to be reduced over "
-                "replicas, and the captured step computes none with which eager would reduce it. Run all "
+                f"FSDP2 holds a gradient of {min(self._fqns[each] for each in others)!r} that waits to be reduced "
+                "over replicas, and the captured step computes none with which eager would reduce it. Run all "
                 "microbatches of the step eagerly"
             )
         sizes = [parameter.padded_sharded_param_size.numel() for parameter in trained]

@@ -167,20 +167,21 @@ class CutSteps(Generic[S]):
                     "tensor, and eager adds to both what it adds to either. Reduce the gradients of each microbatch, "
                     "or write (a + b)[None] for a[None] + b[None]"
                 )
+        kept = self.accumulators.kept
         waiting = Waiting(
-            tuple(sorted(self._places & self.accumulators.kept)),
+            tuple(sorted(self._places & kept)),
             tuple((place, gradient.dtype) for place, gradient in pending.items()),
-            tuple(self._widened()),
+            tuple(self._widened(kept)),
         )
         if self.accumulators.groups and waiting not in self._agreed:
             RankConsensus.of_model(self.model).check_waiting(str(waiting))
             self._agreed.add(waiting)
         return waiting, pending
 
-    def _widened(self) -> Iterator[tuple[str, torch.dtype]]:
+    def _widened(self, kept: frozenset[str]) -> Iterator[tuple[str, torch.dtype]]:
         if self.cuts is None:
             return
-        for fqn in sorted(self.accumulators.kept & self.cuts.marks.added.keys()):
+        for fqn in sorted(kept & self.cuts.marks.added.keys()):
             dtype = self.accumulators.dtype_of_first(fqn)
             if dtype is not None and dtype != self.cuts.dtypes[fqn]:
                 yield fqn, dtype

@@ -185,7 +185,8 @@ class CapturedStep(TrainGraph):
             raise CaptureError(
                 "loss_fn calls a captured step while it is captured itself; call what that step was captured of"
             )
-        self._unsharded.shard(self._staying())
+        staying = self._staying()
+        self._unsharded.shard(staying)
         waiting, pending = self.cut_steps.find_waiting()
         tensors = self.snapshot.check(self.model)
         leaves = self.batch_structure.leaves(batch)
@@ -197,7 +198,7 @@ class CapturedStep(TrainGraph):
         is_updatable = step.update is None or step.update.check(
             step.snapshot.structure.named(tensors, step.parameters)
         )
-        self._unsharded.unshard(self._staying() | step.left_unsharded)
+        self._unsharded.unshard(staying | step.left_unsharded)
         loss = step.run_unchecked(tensors, leaves, pending, is_updatable=is_updatable)
         self.cut_steps.accumulators.clear(pending)
         step.batch_structure.take(batch)
