@@ -41,7 +41,7 @@ _TIMEOUT = 120.0  # seconds; ranks that wait for each other take turns on the de
 def nccl_on_one_device(device: str, num_steps: int) -> tuple[bool, list[tuple[str, str]]]:
     """Reduce-scatters and all-reduces of three sizes, sums and means, bfloat16 and float32.
 
-    The control adds along NCCL's rings backwards. ``num_steps`` is not used.
+    The control adds along NCCL's rings backwards, and its trees with the ranks in reverse. ``num_steps`` is not used.
     """
     if device == "cuda" and torch.cuda.nccl.version() < (2, 30):
         raise SkippedError("several ranks on one GPU need NCCL 2.30, which torch 2.15 brings")
@@ -69,8 +69,12 @@ def _judge(device: str, num_local: int, folder: Path, launched: Future[None]) ->
             log = "".join(path.read_text() for path in sorted(folder.glob("*.log")))
             topology = topology_from_log(log, gpus_per_node=num_local, algorithm="auto", protocol="auto")
         ours = run_cluster(reduce_all, topology, "cpu")
-        backwards = tuple(ring[::-1] for ring in rings(topology))
-        turned = replace(topology, mode="explicit", explicit_rings=backwards, explicit_trees=())
+        last, backwards = _NUM_RANKS - 1, tuple(ring[::-1] for ring in rings(topology))
+        mirrored = tuple(
+            tuple(tuple(last - child for child in children) for children in tree[::-1])
+            for tree in topology.explicit_trees
+        )
+        turned = replace(topology, mode="explicit", explicit_rings=backwards, explicit_trees=mirrored)
         control = run_cluster(reduce_all, turned, "cpu")
     except (GraphPassesError, subprocess.SubprocessError) as error:
         return False, f"{type(error).__name__}: {error}"

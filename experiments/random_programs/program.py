@@ -50,7 +50,8 @@ class Program:
         loop += [*end, "c.record(loss, model, opt, held, x)", *([] if is_inside else [self._one("zero")])]
         setup = [self._one("setup") for _ in range(self._random.choice([0, 0, 0, 1, 2]))]
         optimizer = self._one("optimizer").replace("{p}", self._one("group"))
-        run = [f"torch.manual_seed({self._seed})", "model = Model()", *setup, "c.shard(model)", f"opt = {optimizer}"]
+        run = [f"torch.manual_seed({self._seed})", "model = Model()", *setup]
+        run += ["if c.num_ranks > 1:", *_inside(self._sharding()), f"opt = {optimizer}"]
         run += ["held, total, k, rng = [], torch.zeros(()), 1.0, torch.get_rng_state()"]
         run += [f"step = c.step(loss_fn, model, opt, is_inside={is_inside})", "for i in range(5):", *_inside(loop)]
         blocks = [self._module("Block", 4), self._module("Model", self._random.randrange(3, 10))]
@@ -62,6 +63,13 @@ class Program:
         ]
         head = ["COEF = 1.0", *(definition for (definition,), _, _ in self.values)]
         return (FOLDER / "prelude.txt").read_text() + "\n".join([*head, *blocks[0], *blocks[1], *functions]) + "\n"
+
+    def _sharding(self) -> list[str]:
+        """Returns how FSDP2 shards the model; what else a seed decides does not depend on it."""
+        pick = random.Random(f"{self._seed} sharding").choice
+        options = pick(TABLES["policy"])
+        lines = [each for each in TABLES["groups"] if pick([False, True])]
+        return [each.replace("{o}", options) for each in (*lines, "fully_shard(model, {o})")]
 
     def _module(self, name: str, num_statements: int) -> list[str]:
         kinds = [each for each in TABLES["modules"] if name == "Model" or "()" not in each]
@@ -86,7 +94,8 @@ class Program:
             a, b = (self._random.choice(live[-3:]) for _ in range(2))
             body += _lines(self._fill(statement, a=a, b=b, o=made))
             live += [made] if "{o}" in statement else []
-        body.append(f"return {live[-1]}")
+        # Whatever else was drawn, there is something to train.
+        body.append(f"return {live[-1]}" + (" + F.linear(x, s.w1)" if name == "Model" else ""))
         methods = ["def __init__(s):", *_inside(init), "def forward(s, x):", *_inside(body)]
         return [f"class {name}(nn.Module):", *_inside(methods)]
 

@@ -13,13 +13,17 @@ from types import ModuleType
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import graphpasses as gp
-from experiments.harness.outcome import Outcome
+from experiments.harness.outcome import Outcome, Outcomes
+from experiments.random_programs.program import Program
 
 Way = Literal["eager", "again", "control", "captured", "pipeline", "compiled"]
 OURS: tuple[Way, ...] = ("captured", "pipeline", "compiled")
+_WORST = ("fails", "differs", "eager cannot", "refused", "rounding", "bits", "no control")
 _NO_LINE = re.compile(r"def |return|record|step\(|out = model|opt = |Model\(\)|super|import")
 _MADE = re.compile(r"(\s*)(?:with.*: )?(h\d*)\b.* = ")
 
@@ -38,6 +42,10 @@ class Recorder:
         self.refusals: list[str] = []
         self.warnings: list[str] = []  # of graphpasses
 
+    @property
+    def num_ranks(self) -> int:
+        return dist.get_world_size() if dist.is_initialized() else 1
+
     def floats(self, step: int) -> torch.Tensor:
         return torch.randn(4, 8, generator=self._generator(step))
 
@@ -45,10 +53,8 @@ class Recorder:
         return torch.randint(8, (4,), generator=self._generator(step))
 
     def _generator(self, step: int) -> torch.Generator:
-        return torch.Generator().manual_seed(1000 * step + (self._way == "control" and step == 2))
-
-    def shard(self, model: nn.Module) -> None:
-        """Leaves the model whole."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return torch.Generator().manual_seed(1000 * step + 10 * rank + (self._way == "control" and step == 2))
 
     def step(self, loss_fn: Any, model: nn.Module, optimizer: Any, *, is_inside: bool) -> Callable[..., torch.Tensor]:
         """Returns what runs a step, with its optimizer if ``is_inside``."""
@@ -76,7 +82,7 @@ class Recorder:
                             loss_fn, model, *batch, optimizer=optimizer if is_inside else None
                         )
                         is_whole = self._way == "captured"
-                        plan = gp.BucketPlan.from_modules([])
+                        plan = gp.BucketPlan.from_modules([]) if self.num_ranks == 1 else None
                         captured[:] = [step if is_whole else gp.default_pipeline(plan).run(step)]
                     return captured[0](*batch)  # type: ignore[no-any-return]
                 except gp.GraphPassesError as error:
@@ -102,10 +108,33 @@ class Recorder:
         self.log("others", x, *held, torch.get_rng_state(), hash(random.getstate()))
 
 
+def judge(seed: int, folder: Path, outcomes: Outcomes) -> None:
+    """Judges a program in this process, of one rank or of several, and prints it shrunk where it is wrong."""
+    warnings.simplefilter("ignore")
+    program = Program(seed)
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    path = folder / (f"program_{seed}.py" if is_first else f"program_{seed}_of_{dist.get_rank()}.py")
+    path.write_text(program.source())
+    if error := repair(path):
+        if is_first:
+            outcomes.add(str(seed), Outcome("eager cannot", error))
+        return
+    # Dynamo does not guard all Python values, as the limits say.
+    ways = OURS[:2] if program.values or dist.is_initialized() else OURS
+    for way, outcome in judged(path, ways).items():
+        if is_first:
+            outcomes.add(f"{seed} {way}", outcome)
+        if outcome.kind in ("differs", "fails"):
+            lines = shrunk(path, way, outcome.kind)
+            print("\n".join(lines) if is_first else "", flush=True, end="\n" if is_first else "")
+
+
 def text_of(value: Any) -> str:
     """Returns what tells two values apart: of a tensor dtype, shape and bits."""
     if not isinstance(value, torch.Tensor):
         return repr(value) if not callable(value) else "a function"
+    if isinstance(value, DTensor):
+        return f"{value.placements} {text_of(value.to_local())}"
     data = value.detach().clone().contiguous().reshape(-1).view(torch.uint8)
     return f"{value.dtype}{[*value.shape]} {sha256(data.numpy().tobytes()).hexdigest()[:12]}"
 
@@ -129,25 +158,25 @@ def trained(path: Path, way: Way) -> tuple[Recorder, str]:
     return recorder, ""
 
 
-def repair(path: Path) -> bool:
-    """Takes lines at which eager fails out of a program; returns whether it then runs."""
+def repair(path: Path) -> str:
+    """Takes lines at which eager fails out of a program; returns the error that stays, if one does."""
     for _ in range(30):
         _, error = trained(path, "eager")
         if not error:
-            return True
+            return ""
         lines = path.read_text().splitlines()
         places = [int(each) - 1 for each in re.findall(rf'"{re.escape(str(path))}", line (\d+)', error)]
         places = [each for each in places if not _NO_LINE.search(lines[each])]
         places = places or [each for each, line in enumerate(lines) if _MADE.match(line) and "F.linear" not in line]
         if not places:
-            return False
+            break
         made = _MADE.match(lines[places[-1]])
         kept = [] if made is None or made[2] == "h" else [f"{made[1]}{made[2]} = h + 0"]
         new = without(lines, places[-1], kept)
         path.write_text("\n".join(new) + "\n")
         if new == lines:
-            return False
-    return False
+            break
+    return error
 
 
 def without(lines: list[str], index: int, instead: list[str]) -> list[str]:
@@ -162,12 +191,24 @@ def without(lines: list[str], index: int, instead: list[str]) -> list[str]:
 def judged(path: Path, ways: tuple[Way, ...] = OURS) -> dict[Way, Outcome]:
     """Returns what came of a program in each way."""
     (eager, error), (again, _), (control, _) = (trained(path, way) for way in ("eager", "again", "control"))
-    if error or eager.values != again.values:
-        return {way: Outcome("eager cannot", error or "eager does not repeat its bits") for way in ways}
     losses = [[value for value in run.values if value[0] == "loss"] for run in (eager, control)]
-    if losses[0] == losses[1]:
-        return {way: Outcome("no control") for way in ways}
-    return {way: _compared(eager, *trained(path, way)) for way in ways}
+    if error or eager.values != again.values:
+        found = Outcome("eager cannot", error or "eager does not repeat its bits")
+    else:
+        found = Outcome("no control" if losses[0] == losses[1] else "bits")
+    found = _of_all_ranks(found)
+    if found.kind != "bits":
+        return dict.fromkeys(ways, found)
+    return {way: _of_all_ranks(_compared(eager, *trained(path, way))) for way in ways}
+
+
+def _of_all_ranks(outcome: Outcome) -> Outcome:
+    """Returns the worst outcome of all ranks, so that all go on alike; that of this one where there are no others."""
+    if not dist.is_initialized():
+        return outcome
+    outcomes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(outcomes, outcome)
+    return min(outcomes, key=lambda each: _WORST.index(each.kind))
 
 
 def _compared(eager: Recorder, ours: Recorder, error: str) -> Outcome:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -36,11 +37,27 @@ def _ctc_loss_backward(mode: FakeTensorMode, _: Any, gradient: torch.Tensor, sco
 
 
 def _efficient_attention(mode: FakeTensorMode, operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns seed and offset on the CPU, where the kernel leaves them unless a CUDA graph is recorded."""
+    """Returns seed and offset where the kernel leaves them unless a CUDA graph is recorded."""
     meta = getattr(_meta_registrations, f"meta_{operator._schema.name.removeprefix('aten::')}")
+    names = (argument.name for argument in operator._schema.arguments)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    device = torch.device("cpu") if given.get("dropout_p") else _device_of_no_seeds(given["query"].device)
     with mode:
         output, logsumexp, _, _, *sizes = meta(*args, **kwargs)
-        return output, logsumexp, *(torch.empty((), dtype=torch.long) for _ in range(2)), *sizes
+        return output, logsumexp, *(torch.empty((), dtype=torch.long, device=device) for _ in range(2)), *sizes
+
+
+@lru_cache
+def _device_of_no_seeds(device: torch.device) -> torch.device:
+    """Returns where efficient attention without dropout leaves the seed that it does not have: it is asked.
+
+    That is the CPU with torch 2.13, and the device with 2.15; with dropout it is the CPU with both.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    few = torch.zeros(1, 1, 1, 8, device=device)
+    seed: torch.Tensor = aten._scaled_dot_product_efficient_attention.default(few, few, few, None, False)[2]
+    return seed.device
 
 
 # Fake results of operators, for which torch has none, or others than the kernels give.

@@ -141,6 +141,27 @@ def find_outdated(groups: Iterable[FSDPParamGroup]) -> str | None:
     return None
 
 
+def find_replaced(group: FSDPParamGroup) -> str | None:
+    """Returns a parameter that a module shows and FSDP2 does not gather: its forwards read no module after the first.
+
+    Source: ``FSDPParam.reset_sharded_param``, and ``all_gather_inputs``, of ``_sharded_param_data``.
+    """
+    if not group.is_sharded or not getattr(group, "_reset_sharded_params", False):
+        return None
+    for parameter in group.fsdp_params:
+        info, gathered = parameter._module_info, parameter._sharded_param_data
+        places = ((info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True))
+        is_shown = all(module._parameters.get(name) is parameter.sharded_param for module, name in places)
+        shard = local_part(parameter.sharded_param)
+        is_plain = type(gathered) is type(shard) is torch.Tensor and shard.numel() > 0
+        if not is_shown or (is_plain and shard.data_ptr() != gathered.data_ptr()):
+            inside = (
+                path for each in group.modules for path, module in each.named_modules() if module is info.module
+            )
+            return parameter._param_fqn or ".".join(filter(None, (next(inside, ""), info.param_name)))
+    return None
+
+
 def _is_up_to_date(parameter: FSDPParam, mesh: FSDPMeshInfo) -> bool:
     shard, whole = (local_part(each).detach() for each in (parameter.sharded_param, parameter.unsharded_param))
     shards = torch.chunk(whole, mesh.shard_mesh_size, parameter.fsdp_placement.dim)
@@ -272,6 +293,7 @@ def op_name(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> ReduceOpName | None:
     return "sum" if op == dist.ReduceOp.SUM else None
 
 
+REPLACED = "the parameter that was replaced after a forward"
 SETTINGS = {
     "set_gradient_divide_factor": "gradient_divide_factor",
     "set_force_sum_reduction_for_comms": "force_sum_reduction_for_comms",
@@ -280,6 +302,7 @@ SETTINGS = {
     "set_custom_all_gather": "_all_gather_comm",
     "set_custom_reduce_scatter": "_reduce_scatter_comm",
     "mp_policy": "mp_policy",
+    REPLACED: "",
 }
 _COPY_OR_ADD_AS_NCCL = (
     _fsdp_collectives.DefaultAllGather,
@@ -291,6 +314,8 @@ _COPY_OR_ADD_AS_NCCL = (
 
 def group_setting(group: FSDPParamGroup, name: str) -> Any:
     """Returns a setting of a group that decides about bits, by the name of what sets it."""
+    if name == REPLACED:
+        return find_replaced(group)
     if name == "mp_policy":
         policies = tuple(dict.fromkeys(group_policies(group)))
         return repr(policies[0] if len(policies) == 1 else policies)

@@ -46,7 +46,7 @@ def prepare_for_tracing(model: nn.Module) -> None:
     inside: set[nn.Module] = set()
     for module, state in fsdp_states(model):
         if module not in inside:  # a root: the first that runs forward
-            state._lazy_init()
+            _settle(state)
             if getattr(state._state_ctx, "manual_backward_finalization", False):  # 2.15 has it
                 raise UnsupportedError(
                     "FSDP2's root module is to be finalized by hand (set_manual_backward_finalization), and a "
@@ -67,6 +67,13 @@ def prepare_for_tracing(model: nn.Module) -> None:
                 f"parameter {fqn!r} is offloaded to the CPU (CPUOffloadPolicy), which a captured step does not "
                 "follow. Call fully_shard without offload_policy"
             )
+
+
+def _settle(state: FSDPState) -> None:
+    try:
+        state._lazy_init()
+    except (RuntimeError, AssertionError) as error:  # a group of modules without a module around them, for example
+        raise CaptureError(f"FSDP2 refuses the model: {error}") from error
 
 
 @contextmanager

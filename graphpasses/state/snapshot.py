@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.backends import cuda, cudnn, mkldnn
 
-from graphpasses._torch.fsdp2 import SETTINGS, find_outdated, fsdp_groups, group_name, group_setting
+from graphpasses._torch.fsdp2 import SETTINGS, find_outdated, find_replaced, fsdp_groups, group_name, group_setting
 from graphpasses._torch.module_hooks import global_hook_ids
 from graphpasses._torch.surroundings import function_modes, keeps_parametrized, saved_tensor_hooks
 from graphpasses.errors import CaptureError
@@ -169,4 +169,9 @@ def check_unsharded(groups: Sequence[Any]) -> None:
             f"parameter {fqn!r} changed while it was unsharded, as a forward without a backward leaves it (an "
             "evaluation before optimizer.step()), or set_reshard_after_backward(False): eager FSDP2 would train on "
             "with the old values. Call reshard() on its fully_sharded module before it changes"
+        )
+    if (fqn := next(filter(None, map(find_replaced, groups)), None)) is not None:
+        raise CaptureError(
+            f"parameter {fqn!r} was replaced after a forward (another nn.Parameter, or other memory): eager FSDP2 "
+            "gathers what was there before. Write into it (copy_), or give it with load_state_dict"
         )

@@ -69,6 +69,24 @@ def test_a_parameter_changed_while_it_was_unsharded(is_captured: bool, options: 
         call()
 
 
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_a_parameter_replaced_after_a_forward(is_captured: bool) -> None:
+    with fake_process_group(4):
+        model = sharded()
+        model.norm.weight = nn.Parameter(model.norm.weight.detach() * 2)  # before the first: FSDP2 takes it
+        step = captured(model)
+        step(*token_batch())
+        model.norm.load_state_dict(
+            {name: each.clone() for name, each in model.norm.state_dict().items()}, assign=True
+        )
+        step(*token_batch())
+        next_token_loss(model, *token_batch()).backward()
+        step(*token_batch())  # nothing was replaced since: near miss
+        model.norm.weight = nn.Parameter(model.norm.weight.detach() * 2)
+        call = (lambda: captured(model)) if is_captured else (lambda: step(*token_batch()))
+        assert "'norm.weight'" in refused(call)
+
+
 def test_a_parameter_that_backward_left_unsharded() -> None:
     with fake_process_group(4):
         model = sharded()
