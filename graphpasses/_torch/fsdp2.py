@@ -141,14 +141,13 @@ def find_outdated(groups: Iterable[FSDPParamGroup]) -> str | None:
     return None
 
 
-def find_replaced(group: FSDPParamGroup) -> str | None:
+def find_replaced(groups: Iterable[FSDPParamGroup]) -> str | None:
     """Returns a parameter that a module shows and FSDP2 does not gather: its forwards read no module after the first.
 
     Source: ``FSDPParam.reset_sharded_param``, and ``all_gather_inputs``, of ``_sharded_param_data``.
     """
-    if not group.is_sharded or not getattr(group, "_reset_sharded_params", False):
-        return None
-    for parameter in group.fsdp_params:
+    settled = (each for each in groups if each.is_sharded and getattr(each, "_reset_sharded_params", False))
+    for group, parameter in ((group, parameter) for group in settled for parameter in group.fsdp_params):
         info, gathered = parameter._module_info, parameter._sharded_param_data
         places = ((info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True))
         is_shown = all(module._parameters.get(name) is parameter.sharded_param for module, name in places)
@@ -293,7 +292,6 @@ def op_name(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> ReduceOpName | None:
     return "sum" if op == dist.ReduceOp.SUM else None
 
 
-REPLACED = "the parameter that was replaced after a forward"
 SETTINGS = {
     "set_gradient_divide_factor": "gradient_divide_factor",
     "set_force_sum_reduction_for_comms": "force_sum_reduction_for_comms",
@@ -302,7 +300,6 @@ SETTINGS = {
     "set_custom_all_gather": "_all_gather_comm",
     "set_custom_reduce_scatter": "_reduce_scatter_comm",
     "mp_policy": "mp_policy",
-    REPLACED: "",
 }
 _COPY_OR_ADD_AS_NCCL = (
     _fsdp_collectives.DefaultAllGather,
@@ -314,8 +311,6 @@ _COPY_OR_ADD_AS_NCCL = (
 
 def group_setting(group: FSDPParamGroup, name: str) -> Any:
     """Returns a setting of a group that decides about bits, by the name of what sets it."""
-    if name == REPLACED:
-        return find_replaced(group)
     if name == "mp_policy":
         policies = tuple(dict.fromkeys(group_policies(group)))
         return repr(policies[0] if len(policies) == 1 else policies)

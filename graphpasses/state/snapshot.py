@@ -70,6 +70,7 @@ class Snapshot:
             is_due = self._num_written.bit_count() == 1
             seen, self._seen = Unwritten.of(model, self.attributes) if is_due else None, None
             tensors = self.structure.check(model)
+            check_replaced(fsdp_groups(model))
             for fqn, tensor in self.structure.named(tensors, self.held).items():
                 if tensor is not self.held[fqn]:
                     raise CaptureError(f"{fqn!r} was replaced since the step was captured, and {_HELD}; {AGAIN}")
@@ -170,7 +171,12 @@ def check_unsharded(groups: Sequence[Any]) -> None:
             "evaluation before optimizer.step()), or set_reshard_after_backward(False): eager FSDP2 would train on "
             "with the old values. Call reshard() on its fully_sharded module before it changes"
         )
-    if (fqn := next(filter(None, map(find_replaced, groups)), None)) is not None:
+    check_replaced(groups)
+
+
+def check_replaced(groups: Sequence[Any]) -> None:
+    """Raises if a module shows a parameter that eager FSDP2 would not gather."""
+    if (fqn := find_replaced(groups)) is not None:
         raise CaptureError(
             f"parameter {fqn!r} was replaced after a forward (another nn.Parameter, or other memory): eager FSDP2 "
             "gathers what was there before. Write into it (copy_), or give it with load_state_dict"
