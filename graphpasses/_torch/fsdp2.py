@@ -147,17 +147,14 @@ def find_replaced(groups: Iterable[FSDPParamGroup]) -> str | None:
     Source: ``FSDPParam.reset_sharded_param``, and ``all_gather_inputs``, of ``_sharded_param_data``.
     """
     settled = (each for each in groups if each.is_sharded and getattr(each, "_reset_sharded_params", False))
-    for group, parameter in ((group, parameter) for group in settled for parameter in group.fsdp_params):
+    for parameter in (parameter for group in settled for parameter in group.fsdp_params):
         info, gathered = parameter._module_info, parameter._sharded_param_data
         places = ((info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True))
         is_shown = all(module._parameters.get(name) is parameter.sharded_param for module, name in places)
         shard = local_part(parameter.sharded_param)
         is_plain = type(gathered) is type(shard) is torch.Tensor and shard.numel() > 0
         if not is_shown or (is_plain and shard.data_ptr() != gathered.data_ptr()):
-            inside = (
-                path for each in group.modules for path, module in each.named_modules() if module is info.module
-            )
-            return parameter._param_fqn or ".".join(filter(None, (next(inside, ""), info.param_name)))
+            return parameter._param_fqn or info.param_name
     return None
 
 

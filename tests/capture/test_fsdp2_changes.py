@@ -70,8 +70,8 @@ def test_a_parameter_changed_while_it_was_unsharded(is_captured: bool, options: 
 
 
 REPLACED = (
-    "parameter 'norm.weight' was replaced after a forward (another nn.Parameter, or other memory): eager FSDP2 gathers "
-    "what was there before. Write into it (copy_), or give it with load_state_dict"
+    "parameter 'norm.weight' was replaced after a forward (another nn.Parameter, or other memory): eager FSDP2 "
+    "gathers what was there before. Write into it (copy_), or give it with load_state_dict"
 )
 
 
@@ -79,7 +79,7 @@ REPLACED = (
 def test_a_parameter_replaced_after_a_forward(is_captured: bool) -> None:
     with fake_process_group(4):
         model = sharded()
-        model.norm.weight = nn.Parameter(model.norm.weight.detach() * 2)  # before the first: FSDP2 takes it
+        model.norm.bias = nn.Parameter(model.norm.bias.detach() + 2)  # before the first: FSDP2 takes it
         step = captured(model)
         step(*token_batch())
         model.norm.load_state_dict(
