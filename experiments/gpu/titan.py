@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.elastic.utils.distributed import get_free_port
@@ -60,6 +61,15 @@ def trainers(device: str, num_steps: int) -> tuple[bool, list[tuple[str, str]]]:
     return is_right, found
 
 
+def _fix_kernels() -> None:
+    """Lets FlexAttention take the kernels that it begins with: torchtitan has each run choose by their time."""
+    from torch.nn.attention.flex_attention import flex_attention
+    from torchtitan.models.common.attention import FlexAttention
+
+    FlexAttention.inductor_configs.update(max_autotune=False, coordinate_descent_tuning=False)
+    FlexAttention._compiled_flex_attn = torch.compile(flex_attention, options=FlexAttention.inductor_configs)
+
+
 def _train(
     rank: int, num_ranks: int, port: int, device: str, recipe: Any, pipeline: str, num_steps: int, folder: str
 ) -> None:
@@ -75,6 +85,8 @@ def _train(
     elif num_ranks > 1:
         register_backend(device)
         dist.Backend.default_device_backend_map[device] = "nccl_sim_host"
+    if recipe.attention == "flex":
+        _fix_kernels()
     if not hasattr(dist, "set_timeout"):  # torchtitan's torch is newer
         vars(dist)["set_timeout"] = lambda timeout, group=None: None
     from experiments.harness.verdict import run_path
