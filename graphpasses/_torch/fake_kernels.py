@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -47,6 +48,23 @@ def _efficient_attention(mode: FakeTensorMode, operator: Any, *args: Any, **kwar
         return output, logsumexp, *(torch.empty((), dtype=torch.long, device=device) for _ in range(2)), *sizes
 
 
+def _arange(mode: FakeTensorMode, _: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns as many elements as fractions that only running tells give; torch's fake converts none to these."""
+    start, end, step = (0, *args, 1) if len(args) == 1 else (*args, 1)[:3]
+    if not any(isinstance(each, torch.SymFloat) for each in (start, end, step)):
+        return NotImplemented
+    dtype = kwargs["dtype"] = kwargs.get("dtype") or torch.get_default_dtype()
+    if dtype == torch.int64:
+        start, end, step = map(torch.sym_int, (start, end, step))
+    with mode:
+        return torch.empty(math.ceil((end - start) / step), **kwargs)
+
+
+def _unbind(tensor: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...]:
+    """Selects as the kernel does; torch's splits, and leaves a dim of which it does not know that it has one item."""
+    return tuple(tensor.select(dim, index) for index in range(tensor.shape[dim]))
+
+
 @lru_cache
 def _device_of_no_seeds(device: torch.device) -> torch.device:
     """Returns where efficient attention without dropout leaves the seed that it does not have: it is asked.
@@ -62,6 +80,9 @@ def _device_of_no_seeds(device: torch.device) -> torch.device:
 
 # Fake results of operators, for which torch has none, or others than the kernels give.
 FAKE_RESULTS: dict[Any, Any] = {
+    aten.arange.default: _arange,
+    aten.arange.start: _arange,
+    aten.arange.start_step: _arange,
     aten.rrelu_with_noise.default: _rrelu,
     aten.rrelu_with_noise_functional.default: _rrelu,
     aten._ctc_loss.default: _ctc_loss,
@@ -71,3 +92,6 @@ FAKE_RESULTS: dict[Any, Any] = {
     aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
     aten._efficient_attention_forward.default: _efficient_attention,
 }
+
+# What computes fake results where sizes are symbols, for torch's own.
+DECOMPOSITIONS: dict[Any, Any] = {aten.unbind.int: _unbind}

@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._mode_utils import no_dispatch
 
 from graphpasses._torch import pytree
-from graphpasses._torch.fake_kernels import FAKE_RESULTS
+from graphpasses._torch.fake_kernels import DECOMPOSITIONS, FAKE_RESULTS
 from graphpasses._torch.schemas import writes_arguments
 from graphpasses._torch.tested_versions import RELEASE
 from graphpasses.gc_pause import objects_made_in_pause
@@ -151,7 +151,7 @@ def strides_of_kernels() -> Iterator[None]:
         **{operator: functools.partial(_in_format_of, index) for operator, index in _IN_FORMAT_OF.items()},
     }
     table = {op: _with_strides(decomposition_table[op], restride) for op, restride in strides.items()}
-    table |= {op: _with_statistics(table.get(op, decomposition_table[op])) for op in _NORMS}
+    table |= {op: _with_statistics(table.get(op, decomposition_table[op])) for op in _NORMS} | DECOMPOSITIONS
     fakes: dict[Any, Any] = {
         operator: functools.partial(_view, op_implementations_dict[operator])
         for operator in (aten.view.default, aten._unsafe_view.default)
@@ -386,6 +386,10 @@ def outside_tracing() -> Iterator[None]:
 
 @contextmanager
 def real_tensors() -> Iterator[None]:
-    """Makes tensors real while a compiler traces; what is traced by itself meanwhile is traced."""
-    with fake_tensor.unset_fake_temporarily(), no_python_dispatcher():
+    """Makes tensors real while a compiler traces; what is traced by itself meanwhile is traced.
+
+    Also where a fake kernel asks for a value, in which operators that get no tensor make meta tensors.
+    """
+    with fake_tensor.unset_fake_temporarily(), no_python_dispatcher(), torch._C._PreserveDispatchKeyGuard():
+        torch._C._set_meta_in_tls_dispatch_include(False)
         yield

@@ -10,16 +10,23 @@ from functools import partial
 from typing import Any, Self
 from weakref import ref
 
+import torch
 from torch import Tensor, fx
 
-from graphpasses._torch.aot_autograd import added_in_this_backward, backward_node
+from graphpasses._torch.aot_autograd import (
+    added_in_this_backward,
+    backward_node,
+    describe_input,
+    describe_output,
+)
 from graphpasses._torch.surroundings import after_this_backward, changes_gradient
 from graphpasses.analysis.effects import has_gradient, reached_outputs
 from graphpasses.analysis.uses import num_uses
 from graphpasses.capture.autocast_casts import autocasts_around
 from graphpasses.errors import FidelityError
 from graphpasses.graph import DynamoGraph
-from graphpasses.graph.nodes import storages
+from graphpasses.graph.accumulation import shared_values
+from graphpasses.graph.nodes import fake_value, storages
 from graphpasses.identity import same_bits
 
 
@@ -47,6 +54,23 @@ def find_views_returned(graph: DynamoGraph) -> str | None:
                 "eager may add their gradients in another order. Return one, and make its views outside"
             )
     return None
+
+
+def copy_held(graph: fx.Graph) -> None:
+    """Copies views that are gradients where eager does: autograd does not see who else reads them in the graph."""
+    output, given = graph.output_node(), {describe_input(n)[0]: n for n in graph.find_nodes(op="placeholder")}
+    values: list[Any] = [*output.args[0]]  # type: ignore[misc]
+    of_outputs = [describe_output(each)[0] for each in output.meta.get("desc", ())]
+    sources = {at: [given[of]] for at, of in enumerate(of_outputs) if of is not None and of in given}
+    for index in shared_values(values, sources) & sources.keys():
+        value = values[index]
+        made = value.args[0] if value.target is operator.getitem else value
+        if getattr(made.target, "is_view", False):
+            with graph.inserting_before(output):
+                values[index] = graph.call_function(torch.ops.aten.clone.default, (value,))
+            values[index].meta.update(value.meta)
+            values[index].meta["val"] = fake_value(values[index])
+    output.args = (values,)
 
 
 def _made_by(node: fx.Node) -> fx.Node:

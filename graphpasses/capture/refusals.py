@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from graphpasses._torch.dynamo import COMPILED_CALL
 from graphpasses._torch.fake_mode import is_fake, watched_in_other_threads
 from graphpasses._torch.module_hooks import is_compiled
+from graphpasses._torch.storage import memories
 from graphpasses.capture.guards import line_of, user_line
 from graphpasses.errors import CaptureError, GraphPassesError
 from graphpasses.identity import walk_modules
@@ -40,9 +41,21 @@ def refuse_model(model: nn.Module) -> None:
         check_gradient_hooks(fqn, parameter)
     for fqn, buffer in model.named_buffers():
         if is_trained(buffer):
+            raise CaptureError(f"buffer {fqn!r} requires a gradient, {_OF_PARAMETERS} nn.Parameter, or detach it")
+
+
+_OF_PARAMETERS = "and a captured step fills those of parameters; make it an"
+
+
+def refuse_now_trained(trained: Iterable[tuple[str, torch.Tensor, bool]], parameters: Collection[str]) -> None:
+    """Raises if a tensor gets a gradient that got none before ``loss_fn`` ran, or the other way round."""
+    for fqn, tensor, was in trained:
+        if is_trained(tensor) != was:
+            if fqn in parameters:
+                raise CaptureError(f"loss_fn sets requires_grad of {fqn!r}; set it before the capture")
             raise CaptureError(
-                f"buffer {fqn!r} requires a gradient, and a captured step fills those of parameters; make it an "
-                "nn.Parameter, or detach it"
+                f"loss_fn lets buffer {fqn!r} require a gradient, {_OF_PARAMETERS} nn.Parameter, which no optimizer "
+                "updates"
             )
 
 
@@ -190,6 +203,8 @@ def other_memory_refused(model: nn.Module) -> Iterator[None]:
         if threading.get_ident() != thread and not is_fake(tensor):
             data.__set__(tensor, value)  # code that has nothing to do with the step
             return
+        if _is_same_view(tensor, value):  # as of .data = tensor.data.to(device), on the device where it is
+            return
         name = names.get(id(tensor))
         what = f"{name!r}" if name else f"a tensor of shape {list(tensor.shape)}, {tensor.dtype},"
         raise CaptureError(f"{what} {OTHER_MEMORY}, with .data = ... at {user_line()}{WRITE_IN_PLACE}")
@@ -197,6 +212,13 @@ def other_memory_refused(model: nn.Module) -> Iterator[None]:
     replace: Any = mock.patch.object
     with replace(torch.Tensor, "data", property(data.__get__, assign)):
         yield
+
+
+def _is_same_view(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether two tensors are the same elements of the same memory."""
+    tensors = tensor, value
+    places = [(each.dtype, each.shape, each.stride(), each.storage_offset(), memories(each)) for each in tensors]
+    return all(each.layout is torch.strided for each in tensors) and places[0] == places[1]
 
 
 @contextmanager

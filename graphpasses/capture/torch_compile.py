@@ -27,7 +27,7 @@ from graphpasses.capture.autocast_casts import autocasts_around, cast_once, chec
 from graphpasses.capture.compile_options import CompileOptions, Inner
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.capture.compiled_call import CompiledCall
-from graphpasses.capture.compiled_gradients import CompiledGradients, find_views_returned
+from graphpasses.capture.compiled_gradients import CompiledGradients, copy_held, find_views_returned
 from graphpasses.capture.compiled_graphs import ModelInputs, read_aot_graph, read_model_graph
 from graphpasses.capture.formulas import give_eagers_formulas
 from graphpasses.capture.late_updates import LateUpdates, compile_whole
@@ -179,6 +179,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
             backward = backward_nodes(graph)
             gradients.cast = find_cast(filter(backward.__contains__, graph.graph.nodes), around)
             give_eagers_formulas(graph.graph, backward.__contains__)
+            copy_held(graph.graph)
             names = dict(zip(graph.placeholders, graph.inputs, strict=True))
             if written := sorted(repr(names[node].fqn) for node in written_by_checkpointed(gm)):
                 report.warn(

@@ -40,6 +40,7 @@ from graphpasses.identity import IdentityMap, named_state, same_bits
 from graphpasses.state.kept_tensors import caches_emptied_on_error
 from graphpasses.state.left_tensors import LeftTensors, shapes_kept
 from graphpasses.state.live_state import live_state_restored
+from graphpasses.state.model import is_trained
 from graphpasses.state.reads import Reads
 
 
@@ -93,6 +94,7 @@ def trace_step(
         # but names of one module, or of one plain tensor, still are one, whose gradient goes to the first.
         named = {fqn: p for fqn, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
         gradients_before = [parameter.grad for parameter in named.values()]
+        trained = [(fqn, tensor, is_trained(tensor)) for fqn, tensor in named_state(model)]
         for fqn, tensor in named_state(model):
             for name, value in own[fqn].items():
                 if name[0] != "_" and not hasattr(tensor, name):
@@ -141,9 +143,7 @@ def trace_step(
                         "and a captured step would not. Compute with another tensor: x.detach().requires_grad_(), or "
                         "x * y for x.mul_(y)"
                     )
-            for fqn, parameter in named.items():
-                if not parameter.requires_grad:
-                    raise CaptureError(f"loss_fn sets requires_grad of {fqn!r}; set it before the capture")
+            refusals.refuse_now_trained(trained, [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)])
             if reductions.reduced or any(
                 parameter.grad is not before
                 for parameter, before in zip(named.values(), gradients_before, strict=True)

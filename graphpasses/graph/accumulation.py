@@ -6,6 +6,7 @@ their reduction begins, and one that adds to them there what FSDP2 keeps of earl
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -316,11 +317,18 @@ def as_gradient(
     return gradient
 
 
-def shared_values(values: Sequence[Any]) -> frozenset[int]:
+def shared_values(values: Sequence[Any], sources: Mapping[int, Sequence[fx.Node]]) -> frozenset[int]:
     """Returns the positions of output values that autograd would copy: somebody else holds the tensor, too.
 
     A view that nobody else holds it keeps as it is, so that two of one tensor share their memory, as eager's do.
+    Autograd accumulates a gradient as soon as it has it, at the place in its order (the ``seq_nr`` of a call, the
+    highest first) of what reads the parameter, which ``sources`` has by the position of its gradient: calls of later
+    places, which have still to read the tensor, hold it.
     """
+    places = {
+        index: max((user.meta.get("seq_nr", -1) for node in nodes for user in node.users), default=-1)
+        for index, nodes in sources.items()
+    }
     tensors = [_written(value) if isinstance(value, fx.Node) else None for value in values]
     held = Counter(tensors)
     for tensor in {each for each in tensors if each is not None}:
@@ -330,7 +338,12 @@ def shared_values(values: Sequence[Any]) -> frozenset[int]:
     return frozenset(
         index
         for index, tensor in enumerate(tensors)
-        if tensor is not None and (held[tensor] > 1 or tensor.op != "call_function")
+        if tensor is not None
+        and (
+            held[tensor] > 1
+            or tensor.op != "call_function"
+            or any(user.meta.get("seq_nr", math.inf) < places.get(index, -1) for user in tensor.users)
+        )
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -354,7 +355,11 @@ class CapturedStep(TrainGraph):
     @cached_property
     def _gradient_slots(self) -> tuple[tuple[int, int | str, bool], ...]:
         """Of each gradient its position, its parameter (a slot; a place if it waits), and if its memory is shared."""
-        shared, fqn = shared_values(self.output_values), self.identity.canonical
+        fqn, sources = self.identity.canonical, defaultdict(list)
+        for name, node in self.parameter_placeholders():
+            sources[name].append(node)
+        of_outputs = {i: sources[fqn(item.fqn)] for i, item in enumerate(self.outputs) if item.is_gradient}
+        shared = shared_values(self.output_values, of_outputs)
         slots = self.snapshot.structure.slots
         return tuple(
             (index, slots[fqn(item.fqn)] if item.is_gradient else item.fqn, index in shared)

@@ -271,6 +271,12 @@ def write(module: Any, out: torch.Tensor) -> None:
     module.ema.data.mul_(0.9).add_(module.weight.data, alpha=0.1)
 
 
+def test_memory_that_stays() -> None:
+    """``.data = tensor.data.to(device)`` gives a tensor no other memory on the device where it is."""
+    model = nn.Sequential(Averaging(lambda module, _: setattr(module.ema, "data", module.ema.data.to("cpu"))))
+    capture_train_step(loss_fn, model, X).check(X)
+
+
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize(
     ("average", "what", "how"),
