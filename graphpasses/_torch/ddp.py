@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed._composable.contract import _get_registry
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -35,3 +38,9 @@ def orders_buckets(ddp: DistributedDataParallel) -> bool:
         and not ddp._has_rebuilt_buckets
         and (ddp.static_graph or not ddp.find_unused_parameters)
     )
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether the composable ``replicate`` made a module train by DistributedDataParallel, in its hooks."""
+    # FSDP2 has another function of that name.
+    return "replicate" in (_get_registry(module) or ()) and not isinstance(module, FSDPModule)

@@ -103,7 +103,7 @@ class Accumulators:
         if total is not None:
             self._local(place, total).add_(gradient)
             return
-        leaf = _leaf(group, parameter)
+        leaf = unsharded_leaf(group, parameter)
         # From 2.15 on a leaf keeps its gradient in the dtype in which it is reduced.
         leaf.grad = take(leaf, gradient.to(leaf.grad_dtype), self._placements.get(place))
         if hasattr(parameter, "to_accumulated_grad_if_needed"):  # up to 2.14
@@ -185,7 +185,7 @@ def _places(parameter: FSDPParam) -> list[tuple[Any, str]]:
     return places
 
 
-def _leaf(group: FSDPParamGroup, parameter: FSDPParam) -> nn.Parameter:
+def unsharded_leaf(group: FSDPParamGroup, parameter: FSDPParam) -> nn.Parameter:
     """Returns the unsharded parameter, whose memory is free; FSDP2 makes it when it first gathers."""
     if not hasattr(parameter, "_unsharded_param"):
         numel = parameter.padded_sharded_param_size.numel()

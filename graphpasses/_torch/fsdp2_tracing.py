@@ -25,7 +25,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 from graphpasses._torch import fsdp2, fsdp2_dtypes
+from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.fsdp2 import fsdp_groups, fsdp_states
+from graphpasses._torch.fsdp2_accumulation import unsharded_leaf
 from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.identity import attributes_restored
 
@@ -55,7 +57,7 @@ def prepare_for_tracing(model: nn.Module) -> None:
         inside.update(module.modules())
     groups = fsdp_groups(model)
     fsdp2.reshard(groups)
-    for parameter in (p for group in groups for p in group.fsdp_params):
+    for owner, parameter in ((group, p) for group in groups for p in group.fsdp_params):
         fqn = parameter._param_fqn or parameter._module_info.param_name
         if hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):
             raise UnsupportedError(
@@ -67,6 +69,9 @@ def prepare_for_tracing(model: nn.Module) -> None:
                 f"parameter {fqn!r} is offloaded to the CPU (CPUOffloadPolicy), which a captured step does not "
                 "follow. Call fully_shard without offload_policy"
             )
+        if not is_fake(parameter._sharded_local_tensor):
+            # Made by a later evaluation under inference_mode, no training could gather into it.
+            unsharded_leaf(owner, parameter)
 
 
 def _settle(state: FSDPState) -> None:

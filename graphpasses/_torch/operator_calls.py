@@ -100,7 +100,7 @@ class OperatorCalls(OperatorRecorder):  # type: ignore[no-untyped-call]
             results = func(*args, **kwargs)
             self._trace_origins(func, args, kwargs, results, None if is_left_out else FORMULA)
             return results
-        inputs: Any = map(self._facts, (*args, *kwargs.values()))
+        inputs: Any = map(self._facts, facts.arguments(func, args, kwargs))
         inputs = (facts.numbers_of(args[0]),) if func is LIFT_FRESH else tuple(inputs)
         results = func(*args, **kwargs)
         self._trace_origins(func, args, kwargs, results, len(self.calls))

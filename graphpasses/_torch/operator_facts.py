@@ -14,6 +14,7 @@ import typing_extensions
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from graphpasses._torch.fake_mode import is_fake, outside_tracing
+from graphpasses._torch.group_ranks import named_group_ranks
 from graphpasses._torch.pytree import tree_leaves
 from graphpasses._torch.recorded_operator import Operator
 from graphpasses._torch.schemas import inner_names, out_of_place_view, written_names
@@ -22,6 +23,9 @@ from graphpasses._torch.schemas import inner_names, out_of_place_view, written_n
 _OWN = str(Path(__file__).parents[1])
 NOT_THE_USERS = (str(Path(torch.__file__).parent), _OWN, typing_extensions.__file__, "<")
 """How the paths of files begin that are not the user's own."""
+FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
+"""The namespaces of functional collectives."""
+_GROUP_NAMES = ("group_name", "group")
 _NUM_NUMBERS = 64
 
 LIFT_FRESH = torch.ops.aten.lift_fresh.default
@@ -91,6 +95,12 @@ def facts_of_value(value: Any) -> Any:
     return type(value).__name__
 
 
+def named_ranks(func: Any, name: str, value: Any) -> tuple[int, ...] | None:
+    """Returns the ranks of the group that an argument of a functional collective names; None if it names none."""
+    is_group = isinstance(value, str) and name in _GROUP_NAMES and getattr(func, "namespace", "") in FUNCTIONAL
+    return named_group_ranks(value) if is_group else None
+
+
 def tensors(value: Any) -> Iterator[torch.Tensor]:
     """Returns the tensors in a value."""
     return (each for each in tree_leaves(value) if isinstance(each, torch.Tensor))
@@ -144,6 +154,15 @@ def one_hot(calls: Sequence[Operator]) -> tuple[Any, int] | None:
     if names[-2:] == _ONE_HOT and calls[-1].inputs[3] == 1:
         return calls[-1].inputs[2], 3 if names[0] == "aten.aminmax.default" else 2
     return None
+
+
+def arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Returns the arguments of a call, groups as their ranks: of two equal meshes DTensor may take either's group."""
+    if getattr(func, "namespace", "") not in FUNCTIONAL:
+        return (*args, *kwargs.values())
+    names = (argument.name for argument in func._schema.arguments)
+    named = (*zip(names, args, strict=False), *kwargs.items())
+    return tuple(named_ranks(func, name, value) or value for name, value in named)
 
 
 def with_sources(

@@ -22,19 +22,17 @@ from graphpasses._torch import operator_facts as facts
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_accumulation import unreduced_gradient
-from graphpasses._torch.group_ranks import group_ranks, named_group_ranks
-from graphpasses._torch.operator_facts import NOT_THE_USERS, kind_of, memory_of, tensors
+from graphpasses._torch.group_ranks import group_ranks
+from graphpasses._torch.operator_facts import FUNCTIONAL, NOT_THE_USERS, kind_of, memory_of, tensors
 from graphpasses._torch.operator_recorder import OPTIMIZERS, OperatorRecorder, unseen
 from graphpasses._torch.pytree import tree_leaves, tree_map
 from graphpasses._torch.recorded_operator import MODULE_FQN, Operator, Phase, Value, Where
 from graphpasses._torch.schemas import written_names
 
-_GROUP_NAMES = ("group_name", "group")
 _UNINITIALISED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 # Results of attention that its kernels write only where they drop something.
 _OF_DROPOUT = ("philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask")
 _TO_PYTHON = torch.ops.aten._local_scalar_dense.default  # a program may branch by what it says
-_FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
 # What a call is that neither a module, nor autograd's engine, nor an optimizer makes, by what was called before.
 _NEXT: dict[Phase, Phase] = {
     "": "forward",
@@ -120,7 +118,7 @@ class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
         outputs = self._outputs(func, given, results)
         if keeps:
             self.kept[self._num_calls] = {"operator": str(func), **kept, "results": _copied(results)}
-        communicates, arguments = func.namespace in (*_FUNCTIONAL, "c10d"), tuple(_texts(func, given))
+        communicates, arguments = func.namespace in (*FUNCTIONAL, "c10d"), tuple(_texts(func, given))
         self.report(Operator(str(func), where, inputs, outputs, arguments, node, communicates))
         return results
 
@@ -150,7 +148,7 @@ class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
         if func._schema.name.split("::")[1] in _UNINITIALISED:
             self._leave_unwritten(flat)
             return ()
-        if func.namespace in _FUNCTIONAL:
+        if func.namespace in FUNCTIONAL:
             flat = [torch.ops._c10d_functional.wait_tensor.default(each) for each in flat]
         for each in tree_leaves(results):
             if isinstance(each, torch.ScriptObject) and func.namespace == "c10d":
@@ -201,8 +199,8 @@ def _texts(func: Any, given: list[tuple[str, Any]]) -> Iterator[str]:
         if isinstance(value, torch.ScriptObject):
             if "ProcessGroup" in str(value._type()):
                 yield f"ranks={list(group_ranks(dist.ProcessGroup.unbox(value)))}"
-        elif name in _GROUP_NAMES and isinstance(value, str) and func.namespace in _FUNCTIONAL:
-            yield f"ranks={list(named_group_ranks(value))}"
+        elif (ranks := facts.named_ranks(func, name, value)) is not None:
+            yield f"ranks={list(ranks)}"
         elif isinstance(value, (list, tuple)):
             yield f"{name}={list(map(facts.facts_of_value, value))}"
         elif value is not None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from graphpasses._torch.ddp import is_replicated
 from graphpasses._torch.dynamo import COMPILED_CALL
 from graphpasses._torch.fake_mode import is_fake, watched_in_other_threads
 from graphpasses._torch.module_hooks import is_compiled
@@ -34,6 +35,11 @@ def refuse_model(model: nn.Module) -> None:
         reason = next((why for kind, why in _REFUSED_MODULES.items() if isinstance(module, kind)), None)
         if is_compiled(module):
             reason = "is compiled; capture the module that torch.compile was given, before it is compiled"
+        if is_replicated(module):
+            reason = (
+                "was given to replicate(), which reduces gradients in DistributedDataParallel's hooks, and a "
+                "captured step does not run these: each rank would train on its own. Shard it with fully_shard"
+            )
         if reason:
             raise CaptureError(f"{f'module {fqn!r}' if fqn else 'the model'} {reason}")
     check_materialised(model, "before capturing its step")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses._torch.operator_calls import OperatorCalls
 
 X = torch.rand(2, 3, generator=torch.Generator().manual_seed(0))
@@ -63,3 +66,15 @@ def test_nothing_is_recorded_after_the_block() -> None:
         X.sin()
     X.cos()
     assert [call.operator for call in record.calls] == ["aten.sin.default"]
+
+
+def test_groups_are_recorded_by_their_ranks() -> None:
+    def recorded(ranks: list[int]) -> list[Any]:
+        name = dist.new_group(ranks).group_name
+        with OperatorCalls(nn.Module(), {"x": x}) as record:
+            torch.ops._c10d_functional.all_reduce.default(x, "sum", name)
+        return [call.inputs for call in record.calls]
+
+    x = torch.ones(2)
+    with fake_process_group(4):
+        assert recorded([0, 1]) == recorded([0, 1]) != recorded([0, 2])

@@ -151,3 +151,12 @@ def test_what_decides_no_bits_may_change() -> None:
         with mock.patch.object(block, "forward", stop), pytest.raises(ValueError, match="midway"):
             next_token_loss(model, *token_batch())
         step(*token_batch())
+
+
+def test_eager_trains_after_an_evaluation_in_inference_mode() -> None:
+    with fake_process_group(4):
+        model = sharded()
+        captured(model)(*token_batch())
+        with torch.inference_mode():
+            next_token_loss(model, *token_batch())
+        next_token_loss(model, *token_batch()).backward()

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
@@ -64,6 +65,12 @@ WRAPPED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 module 'tower' is a DistributedDataParallel, which reduces gradients in hooks that a captured step does not run: \
 each rank would train on its own. Capture its .module, sharded with fully_shard, or use \
 torch.compile(model, backend='graphpasses')""",
+    ),
+    "replicate": (
+        lambda: nn.Sequential(replicate(build())),
+        """\
+module '0' was given to replicate(), which reduces gradients in DistributedDataParallel's hooks, and a captured step \
+does not run these: each rank would train on its own. Shard it with fully_shard""",
     ),
     "DP": (
         lambda: nn.DataParallel(build()),
