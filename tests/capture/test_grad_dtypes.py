@@ -1,4 +1,4 @@
-"""Parameters that keep their gradients in another dtype than their own."""
+"""Gradients that are there already, or have another dtype than their parameters."""
 
 from __future__ import annotations
 
@@ -36,3 +36,16 @@ def test_gradients_have_the_dtype_that_parameters_ask_for(dtype: torch.dtype, ke
         for each in (model, eager):
             torch.optim.SGD(each.parameters(), 1e-2, foreach=False).step()
             each.zero_grad(set_to_none=index == 0)
+
+
+def test_gradients_that_are_set_already() -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    x, model = torch.arange(8.0).view(2, 4), nn.Linear(4, 3)
+    eager = copy.deepcopy(model)
+    for each in (model, eager):
+        loss_fn(each, x).backward()
+    capture_train_step(loss_fn, model, x)(x)
+    loss_fn(eager, x).backward()
+    assert all(same_bits(a.grad, b.grad) for a, b in zip(model.parameters(), eager.parameters(), strict=True))

@@ -352,17 +352,6 @@ def test_a_batch_that_requires_a_gradient() -> None:
     assert refused(lambda: step(x), BatchMismatchError) == message
 
 
-def test_gradients_that_are_set_already() -> None:
-    model, eager = build(), build()
-    for each in (model, eager):
-        loss_fn(each, X).backward()
-    step = captured(model)
-    step(X)
-    loss_fn(eager, X).backward()
-    for parameter, expected in zip(model.parameters(), eager.parameters(), strict=True):
-        assert torch.equal(parameter.grad, expected.grad)
-
-
 # ---- communication -------------------------------------------------------------------------------------
 
 
