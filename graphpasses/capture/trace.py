@@ -155,6 +155,7 @@ def trace_step(
             with torch.autograd.set_multithreading_enabled(False), reads.running(), record:
                 if fsdp_groups(model):  # FSDP2 looks for gradients where backward leaves them
                     loss.backward()  # type: ignore[no-untyped-call]
+                    _refuse_read_shards(named, gradients_before, reductions.reduced)
                     gradients = {each: reductions.reduced.get(each, each.grad) for each in parameters}
                 else:
                     found = torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -227,6 +228,19 @@ _CALLED_BACKWARD = (
     "loss_fn called backward itself; return the loss and let the capture differentiate it (a loss that runs "
     "backward chunk by chunk cannot be captured: sum the chunks' losses)"
 )
+
+
+def _refuse_read_shards(
+    named: Mapping[str, torch.Tensor], before: Sequence[torch.Tensor | None], reduced: Collection[torch.Tensor]
+) -> None:
+    """Raises if a parameter gets a gradient as a shard, too, to which eager FSDP2 adds the one that it reduces."""
+    for (fqn, parameter), gradient in zip(named.items(), before, strict=True):
+        if parameter in reduced and parameter.grad is not gradient:
+            raise CaptureError(
+                f"loss_fn reads the shard of {fqn!r} outside its fully_sharded module, as a penalty on a block's "
+                "weights does, and a captured step would lose that gradient. Use the optimizer's weight_decay, or "
+                "compute the penalty in the module's forward"
+            )
 
 
 def _refuse_inner_backward(named: Mapping[str, torch.Tensor], before: Sequence[torch.Tensor | None]) -> None:

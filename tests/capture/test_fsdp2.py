@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from graphpasses._torch.fake_process_group import fake_process_group
@@ -191,6 +193,23 @@ def test_another_fsdp2_model_in_loss_fn() -> None:
             )
         teacher(token_batch()[0])
         model(token_batch()[0])
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_penalty_on_shards(check: bool) -> None:
+    def penalized(model: nn.Module, *batch: torch.Tensor, of: Callable[[nn.Module], nn.Module]) -> torch.Tensor:
+        loss = next_token_loss(model, *batch)  # blocks are sharded again, the root's own weights are not
+        for parameter in of(model).parameters(recurse=False):
+            loss = loss + (parameter.to_local() if isinstance(parameter, DTensor) else parameter).square().sum()
+        return loss
+
+    with fake_process_group(4):
+        model = sharded()
+        capture_train_step(partial(penalized, of=lambda model: model.norm), model, *token_batch(), check=check)
+        loss_fn = partial(penalized, of=lambda model: model.layers[0].norm)
+        assert refused(lambda: capture_train_step(loss_fn, model, *token_batch(), check=check)).startswith(
+            "loss_fn reads the shard of 'layers.0."
+        )
 
 
 class _Reentrant(LanguageModel):
