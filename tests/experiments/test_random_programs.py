@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from experiments.harness.outcome import Outcomes
 from experiments.random_programs import running
 from experiments.random_programs.program import Program
-from experiments.random_programs.running import judged, repair, shrunk
+from experiments.random_programs.running import judge, judged, repair, shrunk
 from graphpasses.graph import captured_step
+from graphpasses.parity.launch import run_ranks
 
 NOTING = """
 import torch
@@ -39,7 +41,7 @@ def run(c):
 @pytest.mark.parametrize("seed", [3, 8, 11])
 def test_bits(seed: int, tmp_path: Path) -> None:
     (path := tmp_path / "program.py").write_text(Program(seed).source())
-    assert repair(path)
+    assert not repair(path)
     assert {outcome.kind for outcome in judged(path, ("captured",)).values()} <= {"bits", "refused"}
 
 
@@ -60,9 +62,20 @@ def test_a_defect_is_told_and_shrunk(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_lines_at_which_eager_fails_go(tmp_path: Path) -> None:
     (path := tmp_path / "program.py").write_text(NOTING)
     assert running.trained(path, "eager")[1].endswith("NameError: name 'missing' is not defined\n")
-    assert repair(path)
+    assert not repair(path)
     assert "        h1 = h + 0" in path.read_text()
 
 
 def test_a_seed_decides_the_program() -> None:
     assert Program(1).source() == Program(1).source() != Program(2).source()
+
+
+@pytest.mark.multiprocess
+def test_bits_of_fsdp2_on_two_ranks(tmp_path: Path) -> None:
+    assert "        fully_shard(model, " in Program(8002).source()
+    outcomes = Outcomes(tmp_path / "outcomes.jsonl")
+    run_ranks(judge, 2, 8002, tmp_path, outcomes)
+    assert {name: outcome.kind for name, outcome in outcomes.read().items()} == {
+        "8002 captured": "bits",
+        "8002 pipeline": "bits",
+    }
