@@ -125,8 +125,9 @@ def judge(seed: int, folder: Path, outcomes: Outcomes) -> None:
         if is_first:
             outcomes.add(f"{seed} {way}", outcome)
         if outcome.kind in ("differs", "fails"):
-            lines = shrunk(path, way, outcome.kind)
-            print("\n".join(lines) if is_first else "", flush=True, end="\n" if is_first else "")
+            lines = shrunk(path, way, outcome.kind)  # by all ranks together
+            if is_first:
+                print("\n".join(lines), flush=True)
 
 
 def text_of(value: Any) -> str:
