@@ -71,9 +71,14 @@ def bound_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
     """Returns the arguments of a call of an operator that has one overload, defaults too, by their names."""
-    (schema,) = schemas(node.target)
-    defaults = {argument.name: argument.default_value for argument in schema.arguments}
-    return defaults | dict(zip(defaults, node.args, strict=False)) | node.kwargs
+    return named_values(node.target, node.args, node.kwargs)
+
+
+def named_values(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns likewise what an operator is called with: arguments that equal their default are not always passed."""
+    (overload,) = _overloads(target)
+    defaults = {argument.name: argument.default_value for argument in _arguments(overload)}
+    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
 
 
 def bind_named(op: Any, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -269,10 +274,7 @@ def _overload(name: str) -> torch._ops.OpOverload:
 
 
 def _kernel(name: str, rule: Rule) -> Callable[..., Any]:
-    arguments = {argument.name: argument.default_value for argument in _overload(name)._schema.arguments}
-
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        # Trailing arguments that equal their default are not passed.
-        return rule(SimpleNamespace(**arguments | dict(zip(arguments, args, strict=False)) | kwargs))
+        return rule(SimpleNamespace(**named_values(_overload(name), args, kwargs)))
 
     return kernel
