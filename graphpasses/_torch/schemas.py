@@ -88,9 +88,10 @@ def bind_named(op: Any, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dic
     return args, {each.name: values[each.name] for each in schema.arguments if each.kwarg_only}
 
 
+@cache
 def returns_alias(target: Any) -> bool:
     """Whether an operator says that what it returns may share memory with an argument."""
-    return any(map(_returns_alias, _overloads(target)))
+    return any(output.alias_info is not None for schema in schemas(target) for output in schema.returns)
 
 
 def writes_arguments(target: Any) -> bool:
@@ -149,11 +150,6 @@ def _overloads(target: Any) -> list[Any]:
 @cache  # as torch makes new Python objects of a schema's parts each time
 def _arguments(overload: torch._ops.OpOverload) -> tuple[Any, ...]:
     return tuple(overload._schema.arguments)
-
-
-@cache
-def _returns_alias(overload: torch._ops.OpOverload) -> bool:
-    return any(output.alias_info is not None for output in overload._schema.returns)
 
 
 AUTO_FUNCTIONALIZED = auto_functionalize.auto_functionalized_v2
