@@ -5,6 +5,7 @@ Command line: ``python -m experiments.pass_bench.own_code --help``.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,7 +20,7 @@ from experiments.pass_bench.full_size import NUM_RANKS, capture_llama3, generate
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.commands.train_torchtitan_on_cpu import use_cpu
 from graphpasses.fsdp.plan import BucketPlan
-from graphpasses.graph import known_values
+from graphpasses.graph import known_values, train_graph
 from graphpasses.passes import default_pipeline
 from graphpasses.terminal import make_console
 
@@ -30,6 +31,7 @@ def _all_calls(_: object, graph: fx.Graph) -> list[fx.Node]:
 
 # By part: what torch's, or nothing, takes the place of.
 PARTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "copies of graphs (fx_graphs.copy_graph): Graph.__deepcopy__": (train_graph, "copy_graph", copy.deepcopy),
     "calls as they were (known_values): all computed at each check": (
         known_values.KnownValues,
         "unknown",
