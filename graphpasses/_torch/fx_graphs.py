@@ -1,12 +1,11 @@
-"""FX graphs: copies, parts, and modules that generate code when they first run."""
+"""Large FX graphs: copies in a third of torch's time, and modules that generate code when they are first run."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import fx
@@ -19,12 +18,18 @@ from graphpasses.gc_pause import paused_gc
 def copy_graph(source: fx.Graph) -> fx.Graph:
     """Returns a graph of new nodes with the names of the old, which share the values of their metadata."""
     result = fx.Graph()
-    copied: Any = result.graph_copy(source, {}, return_output_node=True)
-    value, output = copied
-    result.output(value, output.type).meta.update(output.meta)
-    # New nodes get the names that they would get in the other.
-    names, others = result._graph_namespace, source._graph_namespace
-    names._used_names, names._base_count = set(others._used_names), others._base_count.copy()
+    graph: Any = result
+    values: dict[fx.Node, fx.Node] = {}
+    for node in source.nodes:
+        args, kwargs = fx.node.map_arg((node._args, node._kwargs), values.__getitem__)
+        values[node] = new = fx.Node(result, node.name, node.op, node.target, args, kwargs, node.type)
+        new.meta.update(node.meta)
+        graph._insert(new)
+        graph._find_nodes_lookup_table.insert(new)
+    graph._len = len(values)
+    names: Any = source._graph_namespace
+    graph._graph_namespace._used_names = set(names._used_names)
+    graph._graph_namespace._base_count = dict(names._base_count)
     return result
 
 
@@ -95,20 +100,3 @@ class _LazyModule(_LazyGraphModule):
     def recompile(cls) -> None:  # type: ignore[override]
         cls.num_recompiles += 1
         super().recompile()
-
-
-def extracted(module: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[Any], name: str) -> fx.GraphModule:
-    """Returns the part of a graph that computes outputs of inputs, and what writes in place in it.
-
-    ``name`` is that of the part, for torch's errors. Waits are in it where an output needs them.
-    """
-    from torch._functorch.partitioners import _extract_graph_with_inputs_outputs  # takes long to import
-
-    unknown: Any = [None] * len(outputs)
-    wait = torch.ops._c10d_functional.wait_tensor
-    kept = fx.node._side_effectful_functions - {wait, wait.default}
-    with mock.patch.object(fx.node, "_side_effectful_functions", kept):
-        graph = _extract_graph_with_inputs_outputs(
-            module.graph, list(inputs), list(outputs), unknown, name, ignore_must_be_in_fw_bw=True
-        )
-    return fx.GraphModule(module, graph)
