@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from experiments.harness.bench import time_rounds
 from experiments.harness.pipeline_timing import PipelineTiming, time_pipeline
 from graphpasses._torch.fake_process_group import fake_process_group
+from graphpasses._torch.fx_graphs import generate_code
 from graphpasses.capture import capture_train_step, simple_fsdp
 from graphpasses.commands.train_torchtitan_on_cpu import use_cpu
 from graphpasses.fsdp.graph_layout import graph_layout
@@ -28,15 +29,7 @@ from graphpasses.graph import TrainGraph
 from graphpasses.passes import default_pipeline
 from graphpasses.proof.prove import prove
 
-__all__ = [
-    "NUM_RANKS",
-    "FullSizeTiming",
-    "capture_llama3",
-    "generate_code",
-    "shard_fully",
-    "shard_simply",
-    "time_passes",
-]
+__all__ = ["NUM_RANKS", "FullSizeTiming", "capture_llama3", "shard_fully", "shard_simply", "time_passes"]
 
 NUM_RANKS, SEQ = 64, 512
 _DTYPES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -122,12 +115,6 @@ def time_passes(flavor: str, num_rounds: int) -> FullSizeTiming:
             proof,
             proof_memory,
         )
-
-
-def generate_code(module: fx.GraphModule) -> str:
-    """Generates what a rewritten step's module runs, as the step's first call does."""
-    with paused_gc():
-        return module.code
 
 
 def _peak(function: Callable[[], object]) -> int:

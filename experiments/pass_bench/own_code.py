@@ -16,13 +16,19 @@ import tyro
 from rich.table import Table
 from torch import fx
 
-from experiments.pass_bench.full_size import NUM_RANKS, capture_llama3, generate_code, shard_simply
+from experiments.pass_bench.full_size import NUM_RANKS, capture_llama3, shard_simply
+from graphpasses._torch import fx_graphs
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.commands.train_torchtitan_on_cpu import use_cpu
 from graphpasses.fsdp.plan import BucketPlan
-from graphpasses.graph import known_values, train_graph
+from graphpasses.graph import known_values, nodes, train_graph
 from graphpasses.passes import default_pipeline
 from graphpasses.terminal import make_console
+
+
+def _under_mode(mode: Any, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    with mode:
+        return target(*args, **kwargs)
 
 
 def _all_calls(_: object, graph: fx.Graph) -> list[fx.Node]:
@@ -32,6 +38,8 @@ def _all_calls(_: object, graph: fx.Graph) -> list[fx.Node]:
 # By part: what torch's, or nothing, takes the place of.
 PARTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "copies of graphs (fx_graphs.copy_graph): Graph.__deepcopy__": (train_graph, "copy_graph", copy.deepcopy),
+    "code (fx_graphs.quick_code): Graph.python_code": (fx_graphs, "quick_code", lambda *_: None),
+    "fake values (fake_mode.fake_call): FakeTensorMode": (nodes, "fake_call", _under_mode),
     "calls as they were (known_values): all computed at each check": (
         known_values.KnownValues,
         "unknown",
@@ -56,7 +64,7 @@ def main(flavor: str = "8B", rounds: int = 3) -> None:
             for name, found in seconds.items():
                 with mock.patch.object(*PARTS[name]) if name in PARTS else nullcontext():
                     start = time.process_time()
-                    generate_code(pipeline.run(captured, prove=False).module)
+                    fx_graphs.generate_code(pipeline.run(captured, prove=False).module)
                     found.append(time.process_time() - start)
     table = Table("our own code, and what takes its place", "CPU seconds", "buys")
     whole = min(seconds["all of it"])

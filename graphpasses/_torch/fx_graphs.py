@@ -1,18 +1,37 @@
-"""Large FX graphs: copies in a third of torch's time, and modules that generate code when they are first run."""
+"""Large FX graphs: copies in a third of torch's time, and modules that generate code when they are first run.
+
+The code is torch's own, word for word; torch asks for the name of a node wherever it stands in the code, and for that
+of an operator at every call.
+"""
 
 from __future__ import annotations
 
+import builtins
 import functools
+import keyword
+import os
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx
 from torch.fx import graph_module
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.graph import CodeGen, PythonCode, magic_methods
+from torch.fx.node import Node, _get_qualified_name
 
 from graphpasses.gc_pause import paused_gc
+
+_LITERALS = frozenset(
+    {bool, float, int, str, torch.device, torch.dtype, torch.layout, torch.memory_format, type(None)}
+)
+_OPERATORS = frozenset(magic_methods.values())
+
+
+class _UnknownCodeError(Exception):
+    """Torch has to generate the code."""
 
 
 def copy_graph(source: fx.Graph) -> fx.Graph:
@@ -36,6 +55,11 @@ def copy_graph(source: fx.Graph) -> fx.Graph:
 def lazy_module(root: torch.nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
     """Returns a module that generates its code when it is first called, or printed; ``root`` holds what it reads."""
     return _LazyModule(root, graph)
+
+
+def generate_code(module: fx.GraphModule) -> None:
+    """Generates what a module of :func:`lazy_module` runs, as its first call does; any other has it."""
+    _LazyGraphModule.force_recompile(module)
 
 
 # A call at the beginning of a statement, where no text can be that is an argument.
@@ -85,7 +109,7 @@ def _bound_forward(module: fx.GraphModule) -> Callable[..., Any]:
         return f"{match[1]}{name}("
 
     with paused_gc():
-        code = module.graph.python_code("self")
+        code = _python_code(module.graph, "self")
         source = code.src if "_operator_" in code.src else _OPERATOR_CALL.sub(renamed, code.src)
         operators = {name: functools.reduce(getattr, path.split("."), torch.ops)._op for name, path in paths.items()}
         forward: Callable[..., Any] = graph_module._forward_from_src(source, code.globals | operators)
@@ -100,3 +124,112 @@ class _LazyModule(_LazyGraphModule):
     def recompile(cls) -> None:  # type: ignore[override]
         cls.num_recompiles += 1
         super().recompile()
+
+    def _real_recompile(self) -> PythonCode:
+        code = functools.partial(_python_code, self.graph)
+        with paused_gc(), mock.patch.object(self.graph, "python_code", code):
+            return super()._real_recompile()
+
+
+def _python_code(graph: fx.Graph, root_module: str, **options: Any) -> PythonCode:
+    code = None if any(options.values()) else quick_code(graph, root_module)
+    return fx.Graph.python_code(graph, root_module, **options) if code is None else code
+
+
+def quick_code(graph: fx.Graph, root_module: str) -> PythonCode | None:
+    """Returns the code, in a module of this name, of a graph of operators on nodes and numbers; None of another."""
+    codegen: Any = graph._codegen
+    is_plain = type(codegen) is CodeGen and codegen._body_transformer is None
+    if not is_plain or os.environ.get("FX_GRAPH_SHOW_META", "0") != "0":
+        return None
+    try:
+        return _quick_code(graph, root_module)
+    except _UnknownCodeError:
+        return None
+
+
+def _quick_code(graph: fx.Graph, root_module: str) -> PythonCode:
+    nodes = [*graph.nodes]
+    if not nodes or nodes[-1].op != "output":
+        raise _UnknownCodeError
+    empty = fx.Graph()
+    empty.output(())
+    outline = empty.python_code(root_module)  # has the global names that all code has
+    calls: dict[int, str] = {}  # by id: operators' hashes take as long as all else
+    parameters: list[str] = []
+    lines: list[str] = []
+    indices: list[int] = []
+    read: set[fx.Node] = set()  # by what follows: each value is freed where it is read last
+    for index, node in zip(range(len(nodes) - 1, -1, -1), reversed(nodes), strict=True):
+        op = node.op
+        if op == "placeholder":
+            if node.args or node.target != node.name:
+                raise _UnknownCodeError
+            parameters.append(node.name)
+            continue
+        if op == "call_function" and "is_wrapped" not in node.meta:
+            if (call := calls.get(id(node.target))) is None:
+                call = calls[id(node.target)] = _call(node.target)
+            line = f"{node.name} = {_call_text(call, node)}"
+        elif op == "get_attr" and all(map(str.isidentifier, node.target.split("."))):
+            line = f"{node.name} = {root_module}.{node.target}"
+        elif op == "output":
+            line = f"return {_text(node.args[0])}"
+        else:
+            raise _UnknownCodeError
+        inputs = node._input_nodes
+        unread = [] if read.issuperset(inputs) else [each.name for each in inputs if each not in read]
+        read.update(inputs)
+        if not node.users:
+            unread.append(node.name)
+        if unread and op != "output":
+            line += f";  {' = '.join(unread)} = None"
+        lines.append(f"    {line}\n")
+        indices.append(index)
+    _check_names(nodes, {root_module, *outline.globals, *keyword.kwlist, *dir(builtins)})
+    head = graph._codegen.gen_fn_def(parameters[::-1], "")
+    lineno_map: dict[int, int | None] = dict(enumerate([*indices[::-1], indices[0]], start=1))
+    return PythonCode(
+        f"\n\n\n{head}\n{''.join(lines[::-1])}    ", outline.globals, lineno_map, outline._prologue_start
+    )
+
+
+def _check_names(nodes: list[fx.Node], reserved: set[str]) -> None:
+    names = {node.name for node in nodes}
+    if len(names) < len(nodes) or not names.isdisjoint(reserved) or not "".join(names).isascii():
+        raise _UnknownCodeError
+    if not all(map(str.isidentifier, names)) or any(node.type is not None for node in nodes):
+        raise _UnknownCodeError
+
+
+def _call(target: Any) -> str:
+    """Returns what code calls an operator; of Python's own, a format of its arguments."""
+    if isinstance(target, torch._ops.OpOverload):
+        return _get_qualified_name(target)
+    if getattr(target, "__module__", "") == "_operator" and target.__name__ in magic_methods:
+        return magic_methods[target.__name__]
+    raise _UnknownCodeError
+
+
+def _call_text(call: str, node: fx.Node) -> str:
+    args = [value.name if type(value) is Node else _text(value) for value in node._args]
+    if call in _OPERATORS:
+        return call.format(*args)
+    if kwargs := node._kwargs:
+        args += [f"{name} = {_text(value)}" for name, value in kwargs.items()]
+    return f"{call}({', '.join(args)})"
+
+
+def _text(value: Any) -> str:
+    kind = type(value)
+    if kind is Node:
+        return str(value.name)
+    if kind in _LITERALS:
+        return repr(value)
+    if isinstance(value, list):
+        if _LITERALS.issuperset(map(type, value)):
+            return list.__repr__(value)
+        return f"[{', '.join([_text(each) for each in value])}]"
+    if kind is tuple:
+        return f"({', '.join([_text(each) for each in value])}{',' if len(value) == 1 else ''})"
+    raise _UnknownCodeError

@@ -11,11 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphpasses._torch.fx_graphs import copy_graph, lazy_module, quick_call
+from graphpasses._torch.fx_graphs import (
+    _python_code,
+    copy_graph,
+    generate_code,
+    lazy_module,
+    quick_call,
+    quick_code,
+)
 
 aten = torch.ops.aten
 
@@ -40,8 +47,20 @@ def calls_of_all_kinds(graph: fx.Graph) -> None:
     graph.output((named, [zeros, (y,), ()], None, True, -0.0))
 
 
-def generate_code(module: fx.GraphModule) -> None:
-    assert module.code
+def test_code_is_torchs() -> None:
+    graph = fx.Graph()
+    calls_of_all_kinds(graph)
+    code, expected = quick_code(graph, "self"), graph.python_code("self")
+    assert "zeros_default = torch.ops.aten.zeros.default([add], layout = torch.strided" in expected.src
+    assert code == expected  # the text, the globals, which node a line is of
+    assert _python_code(graph, "self") == expected
+
+
+def test_code_of_a_traced_step_is_torchs() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Softmax(-1))
+
+    graph = make_fx(lambda x: torch.autograd.grad(model(x).sum(), tuple(model.parameters())))(torch.ones(2, 4)).graph
+    assert quick_code(graph, "self") == graph.python_code("self")
 
 
 def matmul() -> fx.GraphModule:
@@ -196,6 +215,57 @@ def test_dynamo_traces_what_runs() -> None:
     assert "torch.ops.aten.mm.default(" in graphs[0].code
 
 
+def a_function(graph: fx.Graph) -> None:
+    graph.output(add(graph, torch.relu, graph.placeholder("x")))
+
+
+def a_method(graph: fx.Graph) -> None:
+    graph.output(graph.call_method("relu", (graph.placeholder("x"),)))
+
+
+def a_default(graph: fx.Graph) -> None:
+    graph.output(graph.placeholder("x", default_value=1))
+
+
+def another_name(graph: fx.Graph) -> None:
+    node = graph.placeholder("x")
+    node.name = "torch"
+    graph.output(node)
+
+
+def a_type(graph: fx.Graph) -> None:
+    graph.output(graph.placeholder("x", type_expr=torch.Tensor))
+
+
+def a_slice(graph: fx.Graph) -> None:
+    graph.output(add(graph, operator.getitem, graph.placeholder("x"), slice(None, 1)))
+
+
+def no_output(graph: fx.Graph) -> None:
+    graph.placeholder("x")
+
+
+@pytest.mark.parametrize("build", [a_function, no_output, a_method, a_default, another_name, a_type, a_slice])
+def test_other_code_is_left_to_torch(build: Callable[[fx.Graph], None]) -> None:
+    graph = fx.Graph()
+    build(graph)
+    assert quick_code(graph, "self") is None
+    assert _python_code(graph, "self") == graph.python_code("self")
+
+
+def test_settings_of_torchs_code_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = fx.Graph()
+    calls_of_all_kinds(graph)
+    plain = graph.python_code("self").src
+    assert _python_code(graph, "self", verbose=True).src != plain
+    monkeypatch.setenv("FX_GRAPH_SHOW_META", "1")
+    assert quick_code(graph, "self") is None
+    monkeypatch.undo()
+    graph.on_generate_code(lambda old: lambda body: [*body, "# more\n"])
+    assert quick_code(graph, "self") is None
+    assert "# more" in _python_code(graph, "self").src
+
+
 def test_copies_are_torchs() -> None:
     graph = fx.Graph()
     calls_of_all_kinds(graph)
@@ -210,7 +280,7 @@ def test_copies_are_torchs() -> None:
     assert graph.find_nodes(op="call_function", target=aten.cat.default)[0].meta["val"] is value
     with copied.inserting_after(joined):
         assert add(copied, aten.cat.default, [joined]).name == "cat_default_1"
-    assert copy_graph(graph).python_code("self") == graph.python_code("self")
+    assert quick_code(copy_graph(graph), "self") == graph.python_code("self")
 
 
 def facts(node: fx.Node) -> tuple[object, ...]:
