@@ -31,6 +31,7 @@ from graphpasses._torch.dynamo import leave_optimizers
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses._torch.schemas import bound_arguments, writes_arguments
 from graphpasses._torch.surroundings import after_this_backward
+from graphpasses._torch.symbols import guessed_sizes
 from graphpasses._torch.tangents import gradients_whole
 from graphpasses._torch.written_inputs import keep_reads_of_written
 
@@ -193,7 +194,7 @@ def compile_aot_eager(
     def partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         stages.joint(gm)
         keep_reads_of_written(gm)
-        with functorch_config.patch(cse=False):
+        with functorch_config.patch(cse=False), guessed_sizes(joint_inputs):
             return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
     def compiler(*rewrites: Rewrite) -> Callable[..., Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
@@ -12,7 +12,7 @@ from unittest import mock
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
-from torch._guards import TracingContext
+from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import _config, proxy_tensor, symbolic_shapes
@@ -38,6 +38,27 @@ def example_size(size: int | torch.SymInt) -> tuple[int, int]:
     unbacked = free_unbacked_symbols(size)
     known = size.node.expr.xreplace(size.node.shape_env.backed_var_to_val | dict.fromkeys(unbacked, 0))
     return int(known), len(unbacked)
+
+
+@contextmanager
+def guessed_sizes(values: Sequence[Any], guess: int = 4096) -> Iterator[None]:
+    """Gives sizes that only running tells one guess, torch's own (``partitioners.py``, ``_size_of``).
+
+    To guess by expressions, which torch factors, takes most of the time of splitting a graph, and comes to the same.
+    """
+    fake_mode = detect_fake_mode(values)
+    shape_env = None if fake_mode is None else fake_mode.shape_env
+    if shape_env is None:
+        yield
+        return
+    hints = shape_env.var_to_hint_override
+    added = [s for s in shape_env.var_to_range if s not in hints and shape_env.is_unbacked_symint(s)]
+    hints.update(dict.fromkeys(added, guess))
+    try:
+        yield
+    finally:
+        for symbol in added:
+            del hints[symbol]
 
 
 def can_unify_sizes(node: fx.Node, other: fx.Node) -> bool:

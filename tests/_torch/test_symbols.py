@@ -8,9 +8,35 @@ import pytest
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, optimization_hint
 
-from graphpasses._torch.symbols import as_function
+from graphpasses._torch.symbols import as_function, guessed_sizes
 from graphpasses.capture import capture_train_step
+
+
+def test_sizes_have_one_guess_for_a_while() -> None:
+    shape_env = ShapeEnv()
+    with FakeTensorMode(shape_env=shape_env) as mode:
+        a, b = (shape_env.create_unbacked_symint() for _ in range(2))
+        for size in (a, b):
+            torch._check(size >= 0)
+        value = torch.empty(a, 3)
+        torch._dynamo.override_optimization_hint(b, 7)
+        assert mode.shape_env is shape_env
+        with guessed_sizes([value], guess=10):
+            assert (optimization_hint(3 * a + 5), optimization_hint(a + b)) == (35, 17)
+        assert optimization_hint(b) == 7
+        assert optimization_hint(a, fallback=99) == 99
+
+
+def test_values_without_symbols() -> None:
+    with guessed_sizes([torch.ones(2), 3]):
+        pass
+    with FakeTensorMode():
+        value = torch.empty(2)
+    with guessed_sizes([value]):
+        pass
 
 
 def test_no_condition_holds_of_nan() -> None:
