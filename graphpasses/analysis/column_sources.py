@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import operator
 import sys
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +30,7 @@ class ColumnSources:
 
     def __init__(self) -> None:
         self._ranges: dict[fx.Node, list[ColumnRange]] = {}
+        self._ends: dict[fx.Node, list[int]] = {}  # where each of the ranges ends
         self._bases: dict[fx.Node, fx.Node] = {}  # of what each is a view
         self._node_of: dict[ColumnRange, fx.Node] = {}
 
@@ -45,6 +48,7 @@ class ColumnSources:
         else:
             ranges = self._ranges.get(same, [])  # type: ignore[arg-type]
         self._ranges[node] = ranges = ranges or [whole]
+        self._ends[node] = [*accumulate(each.end - each.start for each in ranges)]
         if [each.tensor for each in ranges] == [base]:
             self._node_of.setdefault(ranges[0], node)
         self._node_of[whole] = node
@@ -65,12 +69,15 @@ class ColumnSources:
         return [] if len(dtypes) > 1 else self.ranges(tensors) or []
 
     def _cut(self, taken: ColumnRange) -> list[ColumnRange]:
-        cut, end = [], 0
-        for source in self._ranges.get(taken.tensor, []):
-            place, end = end, end + source.end - source.start
-            low, high = max(taken.start, place), min(taken.end, end)
-            if low < high:
-                cut.append(ColumnRange(source.tensor, source.start + low - place, source.start + high - place))
+        ranges, ends = self._ranges.get(taken.tensor, []), self._ends.get(taken.tensor, [])
+        cut = []
+        for index in range(bisect_right(ends, taken.start), len(ranges)):
+            source = ranges[index]
+            place = ends[index] - (source.end - source.start)
+            if place >= taken.end:
+                break
+            low, high = max(taken.start, place), min(taken.end, ends[index])
+            cut.append(ColumnRange(source.tensor, source.start + low - place, source.start + high - place))
         return cut
 
 
