@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -35,19 +36,25 @@ def adversarial(like: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def find_difference(
-    kernel: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
+    kernel: Callable[[list[Any]], Sequence[torch.Tensor]],
     eager: Callable[..., Sequence[torch.Tensor]],
-    inputs: Sequence[torch.Tensor],
+    inputs: Sequence[Any],
 ) -> str:
-    """Returns how a kernel differs from eager's operators on adversarial inputs, or nothing.
+    """Returns how a kernel differs from eager's operators on adversarial inputs, tensors and numbers, or nothing.
 
     Results must have the same bits (of a NaN that it is one), the same strides, and memory of their own.
     """
     for seed in range(4):
-        given = [adversarial(each, 1000 * seed + seed % 2 + 2 * index) for index, each in enumerate(inputs)]
+        given = [
+            adversarial(each, 1000 * seed + seed % 2 + 2 * index)
+            if isinstance(each, torch.Tensor)
+            else 0.1 + 0.37 * (index + seed)
+            for index, each in enumerate(inputs)
+        ]
         expected, found = eager(*given), kernel([*given])
         old, new = (
-            [each.untyped_storage().data_ptr() for each in values if each.numel()] for values in (given, found)
+            [each.untyped_storage().data_ptr() for each in values if isinstance(each, torch.Tensor) and each.numel()]
+            for values in (given, found)
         )
         if len({*new}) < len(new) or {*new} & {*old}:
             return "results share memory"

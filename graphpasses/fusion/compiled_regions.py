@@ -20,6 +20,7 @@ from graphpasses.errors import PipelineError
 from graphpasses.fusion.adversarial import find_difference
 from graphpasses.fusion.exact_operators import has_fixed_sizes, is_exact, run_exactly, sizes_of
 from graphpasses.fusion.kept import keep, read_kept
+from graphpasses.fusion.list_updates import UPDATES, UpdateKernels, Updates
 from graphpasses.fusion.measured import functions_in
 from graphpasses.fusion.regions import is_large, is_only_view, marked_regions
 from graphpasses.graph.nodes import freeze, named_call
@@ -49,6 +50,11 @@ class Calls:
         return cls(tuple(inputs), tuple(nodes), tuple(outputs))
 
     @property
+    def columns(self) -> tuple[Calls, ...]:
+        """What is compiled by itself; see :class:`Updates`, which has several."""
+        return (self,)
+
+    @property
     def has_fixed_sizes(self) -> bool:
         """Whether all tensors have the sizes of the trace, whatever the step is given."""
         values = pytree.tree_leaves([node.meta["val"] for node in (*self.inputs, *self.nodes)])
@@ -73,6 +79,13 @@ class Calls:
         calls = [(str(node.target), freeze(numbered((node.args, node.kwargs)))) for node in self.nodes]
         layouts = map(layout_of, (*self.inputs, *self.outputs))
         return *calls, *layouts, tuple(number[node] for node in self.outputs)
+
+    def compile(self) -> Kernel:
+        return compile_exactly(self.run_exactly, [node.meta["val"] for node in self.inputs])
+
+    def find_difference(self, kernels: Mapping[Hashable, Kernel]) -> str:
+        """Returns how its kernel differs from eager's operators on all kinds of numbers, or nothing."""
+        return find_difference(kernels[self.key()], self.run_eagerly, [node.meta["val"] for node in self.inputs])
 
     def run(self, call: Callable[[fx.Node, Any, Any], Any], *inputs: Any) -> list[Any]:
         """Runs the calls on tensors, each as ``call`` says."""
@@ -155,7 +168,7 @@ def compile_regions(module: fx.GraphModule, kernels: dict[Hashable, Kernel]) -> 
 
     Raises PipelineError where a region does not stand together any more, or a kernel has other bits than eager's.
     """
-    regions = [Calls.of(nodes) for nodes in marked_regions(module.graph)]
+    regions = [what_runs(nodes) for nodes in marked_regions(module.graph)]
     if not regions:
         return module
     _compile([each for each in regions if each.has_fixed_sizes], kernels)
@@ -164,30 +177,38 @@ def compile_regions(module: fx.GraphModule, kernels: dict[Hashable, Kernel]) -> 
     root: dict[str, Any] = {}
     for index, calls in enumerate(regions):
         _check_place(calls)
-        is_fixed = calls.has_fixed_sizes
-        region = CompiledRegion(kernels[calls.key()]) if is_fixed else VaryingRegion(calls, kernels)
-        root[f"region_{index}"] = region
+        if isinstance(calls, Updates):
+            root[f"region_{index}"] = UpdateKernels(calls, kernels)
+        elif not calls.has_fixed_sizes:
+            root[f"region_{index}"] = VaryingRegion(calls, kernels)
+        else:
+            root[f"region_{index}"] = CompiledRegion(kernels[calls.key()])
         _replace(graph, calls, copies, f"region_{index}")
     for node in graph.find_nodes(op="get_attr"):
         root[str(node.target)] = getattr(module, str(node.target))
     return lazy_module(root, graph)
 
 
-def _compile(regions: Sequence[Calls], kernels: dict[Hashable, Kernel]) -> None:
+def _compile(regions: Sequence[Calls | Updates], kernels: dict[Hashable, Kernel]) -> None:
     """Adds the kernels of regions that are not there yet."""
-    missing = {key: calls for calls in regions if (key := calls.key()) not in kernels}
+    parts = [part for calls in regions for part in calls.columns]
+    missing = {key: part for part in parts if (key := part.key()) not in kernels}
     if not missing:
         return
     with stages_shown():
-        for index, (key, calls) in enumerate(missing.items(), start=1):
+        for index, (key, part) in enumerate(missing.items(), start=1):
             stage(f"compiles kernel {index} of {len(missing)}")
             with _COMPILES:
-                kernels[key] = compile_exactly(calls.run_exactly, [node.meta["val"] for node in calls.inputs])
+                kernels[key] = part.compile()
         stage("runs kernels beside eager's operators")
-        _check_bits(missing, kernels)
+        _check_bits(regions, kernels, set(missing))
 
 
-def _check_place(calls: Calls) -> None:
+def what_runs(nodes: tuple[fx.Node, ...]) -> Calls | Updates:
+    return Updates.of(nodes) if nodes[0].target in UPDATES else Calls.of(nodes)
+
+
+def _check_place(calls: Calls | Updates) -> None:
     following = calls.nodes[0]
     for node in calls.nodes:
         if node is not following:
@@ -198,12 +219,13 @@ def _check_place(calls: Calls) -> None:
         following = node.next
 
 
-def _replace(graph: fx.Graph, calls: Calls, copies: dict[fx.Node, fx.Node], name: str) -> None:
+def _replace(graph: fx.Graph, calls: Calls | Updates, copies: dict[fx.Node, fx.Node], name: str) -> None:
     nodes = [copies[node] for node in calls.nodes]
     with graph.inserting_before(nodes[0]):
         call = graph.call_module(name, tuple(copies[node] for node in calls.inputs))
-        parts = [graph.call_function(operator.getitem, (call, index)) for index in range(len(calls.outputs))]
-    for node, part in zip(calls.outputs, parts, strict=True):
+        outputs = calls.outputs if isinstance(calls, Calls) else ()  # updates write
+        parts = [graph.call_function(operator.getitem, (call, index)) for index in range(len(outputs))]
+    for node, part in zip(outputs, parts, strict=True):
         part.meta["val"] = node.meta["val"]  # later passes read it
         copies[node].replace_all_uses_with(part)
         copies[node] = part
@@ -212,25 +234,30 @@ def _replace(graph: fx.Graph, calls: Calls, copies: dict[fx.Node, fx.Node], name
             graph.erase_node(node)
 
 
-def _check_bits(compiled: Mapping[Hashable, Calls], kernels: dict[Hashable, Kernel]) -> None:
+def _check_bits(regions: Sequence[Calls | Updates], kernels: dict[Hashable, Kernel], compiled: set[Hashable]) -> None:
     """Raises if a kernel that was just compiled has other bits than eager's operators, and forgets all of those.
 
     On one machine it is asked once: what is equal is kept on disk.
     """
     known, equal = read_kept("exact_kernels"), dict[str, bool]()
-    for key, calls in compiled.items():
-        kernel = kernels[key]
-        name = sha256(str((torch.get_num_threads(), key, kernel.name)).encode()).hexdigest()
+    seen: set[Hashable] = set()
+    for calls in regions:
+        keys = tuple(part.key() for part in calls.columns)
+        if keys in seen or compiled.isdisjoint(keys):
+            continue
+        seen.add(keys)
+        names = [kernels[key].name for key in dict.fromkeys(keys)]
+        name = sha256(str((torch.get_num_threads(), keys, names)).encode()).hexdigest()
         if name in known:
             continue
-        if difference := find_difference(kernel, calls.run_eagerly, [node.meta["val"] for node in calls.inputs]):
-            for each in compiled:
-                del kernels[each]
+        if difference := calls.find_difference(kernels):
+            for key in compiled:
+                del kernels[key]
             raise PipelineError(
                 f"a kernel of exact operators has other bits than eager's: {difference}; leave 'fuse-exactly' out, "
                 f"and report the operators: {', '.join(map(named_call, calls.nodes))}"
             )
-        if kernel.name:
+        if all(names):
             equal[name] = True
     if equal:
         keep("exact_kernels", equal)

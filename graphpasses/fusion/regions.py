@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from graphlib import CycleError
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +14,9 @@ from graphpasses.analysis.dependencies import dependencies, topological_sort
 from graphpasses.analysis.effects import holds_tensor, is_view, operator_effects
 from graphpasses.analysis.levels import grouped
 from graphpasses.fusion.exact_operators import Function, is_exact, sizes_of
+from graphpasses.fusion.list_updates import MIN_ELEMENTS, plan_updates
 from graphpasses.graph.nodes import EXACT_REGION, is_collective, storages
 from graphpasses.proof.core.operators import out_of_place
-
-_MIN_ELEMENTS = 2048  # of a tensor whose kernel takes longer than a call
 
 Region = tuple[fx.Node, ...]
 """Calls that become one kernel, in the order of the graph: what computes, and views of what that computes."""
@@ -75,7 +75,11 @@ def plan_regions(graph: fx.Graph, measured: Collection[Function] = ()) -> Region
         for nodes in grouped(members, key=lambda node: first[made_by[node]])
         if sum(made_by[node] is node for node in nodes) > 1 and is_large(nodes)
     )
-    return Regions(regions, _sort(graph, regions, needed))
+    updates = plan_updates(graph, needed)
+    try:
+        return Regions((*regions, *updates), _sort(graph, (*regions, *updates), needed))
+    except CycleError:  # what is updated is read by calls that others in their region come before
+        return Regions(regions, _sort(graph, regions, needed))
 
 
 def _sink(made_by: dict[fx.Node, fx.Node], level: dict[fx.Node, int], needed: Mapping[fx.Node, set[fx.Node]]) -> None:
@@ -123,7 +127,7 @@ def is_large(nodes: Region) -> bool:
     """Whether a region makes a tensor whose kernel takes longer than a call; of sizes that vary it may."""
     values = (node.meta["val"] for node in nodes)
     numbers = (value.numel() for value in values if isinstance(value, torch.Tensor))
-    return any(type(number) is not int or number >= _MIN_ELEMENTS for number in numbers)
+    return any(type(number) is not int or number >= MIN_ELEMENTS for number in numbers)
 
 
 def _sort(

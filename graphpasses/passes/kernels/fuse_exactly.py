@@ -13,7 +13,7 @@ from graphpasses._torch.symbols import example_size
 from graphpasses.agreement import CollectiveSequence, Question
 from graphpasses.analysis.dependencies import place_nodes
 from graphpasses.analysis.effects import operator_effects
-from graphpasses.fusion.compiled_regions import Calls, compile_regions, layout_of
+from graphpasses.fusion.compiled_regions import compile_regions, layout_of, what_runs
 from graphpasses.fusion.exact_operators import Function, is_exact, is_widening, measured_functions
 from graphpasses.fusion.measured import exact_functions, functions_in
 from graphpasses.fusion.regions import Region, functional_target, is_only_view, plan_regions
@@ -96,13 +96,14 @@ def _report(graph: fx.Graph, regions: tuple[Region, ...]) -> str:
     computing = [node for node in graph.nodes if node.op == "call_function" and not is_only_view(node)]
     moved = {node: _bytes(*node.all_input_nodes, node) for node in computing}
     fused = [node for region in regions for node in region if node in moved]
-    calls = [Calls.of(region) for region in regions]
+    calls = [what_runs(region) for region in regions]
     before = sum(moved[node] for node in fused)
+    kernels = [part for each in calls for part in each.columns]
     after = sum(_bytes(*each.inputs, *each.outputs) for each in calls)
     share = before / max(sum(moved.values()), 1)
     return (
-        f"{len(fused)} of {len(computing)} operators run as {len(calls)} kernels, of which "
-        f"{len({each.key() for each in calls})} differ; they move {after / 1e6:.1f} MB instead of "
+        f"{len(fused)} of {len(computing)} operators run as {len(kernels)} kernels, of which "
+        f"{len({each.key() for each in kernels})} differ; they move {after / 1e6:.1f} MB instead of "
         f"{before / 1e6:.1f}, {share:.0%} of what all operators moved"
     )
 
@@ -114,9 +115,9 @@ class FuseExactly(GraphPass):
     Only operators whose bits are fixed are fused: sums, products, quotients, casts, comparisons, selects and
     copies, as IEEE 754 has them, and functions of half precision such as SiLU, where they have eager's bits for all
     65,536 values on all ranks. Each rounds as eager's does, half precision after every operator. What is reduced,
-    multiplied as matrices, normalized or drawn stays eager's kernel, and so do updates of lists of parameters. The
-    operators of a group come to stand together; one that wrote into memory of which nobody else knows makes its
-    result anew::
+    multiplied as matrices, normalized or drawn stays eager's kernel. Updates of lists of parameters that follow each
+    other are one kernel for each parameter. The operators of a group come to stand together; one that wrote into
+    memory of which nobody else knows makes its result anew::
 
           weight = parameter('weight')  # bf16[64, 64]
           x = batch('x')  # bf16[64, 64]
