@@ -181,8 +181,7 @@ def _seconds_sent(reduction: MovableReduction) -> float:
 
 
 def _sent_in_place(segment: Segment, costs: Costs) -> float:
-    launch = segment.nodes[0] if segment.communicates else None
-    return costs.sent(launch) if launch is not None and is_collective(launch) else 0.0
+    return sum(costs.sent(node) for node in segment.nodes if is_collective(node))
 
 
 def _critical(program: Program, costs: Costs) -> float:

@@ -26,13 +26,14 @@ from graphpasses.capture.step_check import copies_of, find_difference, state_in_
 from graphpasses.embedding.torchrec.ddp_calls import modules_and_lookups
 from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.graph.rank_consensus import RankConsensus
+from graphpasses.graph.returned import loss_of
 from graphpasses.identity import attributes_restored
 from graphpasses.ops.random_state import read_states
 
 
 @never_compiled
 @freed_memory_returned()
-def check_compiled(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *batch: Any) -> None:
+def check_compiled(loss_fn: Callable[..., Any], model: nn.Module, *batch: Any) -> None:
     """Compares forward and backward of a compiled model with eager's on a batch, and leaves everything as it was.
 
     Eager runs first, under ``torch.compiler.set_stance("force_eager")``, then what is compiled. Loss, gradients,
@@ -40,7 +41,8 @@ def check_compiled(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *batc
     must then have the same bits. It finds what no list of limits has. All ranks must call it together.
 
     Args:
-        loss_fn: returns the loss, a tensor of one element, of ``loss_fn(model, *batch)``; it calls no ``backward``.
+        loss_fn: called as ``loss_fn(model, *batch)``; returns as of :func:`graphpasses.capture_train_step`, and calls
+            no ``backward``.
         model: what :func:`graphpasses.compile` returned for a module, or a module with such modules in it.
         batch: what ``loss_fn`` is given behind the model.
 
@@ -61,12 +63,12 @@ def check_compiled(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *batc
     another = FidelityError("on another rank, the compiled model differs from eager; its message says where")
     agreed = partial(consensus.raised_together, another)
 
-    def loss() -> torch.Tensor:
+    def loss() -> Any:
         with torch.enable_grad():
-            value = loss_fn(model, *tree_map(lambda leaf: leaf, batch))
-            value.backward()  # type: ignore[no-untyped-call]
+            result = loss_fn(model, *tree_map(lambda leaf: leaf, batch))
+            loss_of(result).backward()
         reshard(fsdp_groups(whole))
-        return value.detach()
+        return result
 
     with agreed(), torch.compiler.set_stance("force_eager"):
         theirs = _results(whole, batch, loss)
@@ -97,14 +99,14 @@ def _refuse(model: nn.Module) -> None:
             )
 
 
-def _results(model: nn.Module, batch: Sequence[Any], run: Callable[[], torch.Tensor]) -> Results:
+def _results(model: nn.Module, batch: Sequence[Any], run: Callable[[], Any]) -> Results:
     """Returns copies of all that a run leaves behind, which is put back."""
     drawn: Results = {}
 
-    def run_and_draw() -> torch.Tensor:
-        loss = run()
+    def run_and_draw() -> Any:
+        result = run()
         drawn.update({f"state of the random numbers ({device})": state for device, state in read_states().items()})
-        return loss
+        return result
 
     tensors = _tensors(model, batch)
     every = {each for parameter in model.parameters() for each in optimizers_in_backward(parameter)}

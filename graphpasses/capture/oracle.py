@@ -28,10 +28,11 @@ from graphpasses.capture.traced_strides import are_strides_alike
 from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.rank_consensus import RankConsensus
+from graphpasses.graph.returned import Returned, loss_of
 from graphpasses.graph.several_models import first_model
 from graphpasses.identity import IdentityMap, named_state, same_bits
 from graphpasses.state.keys import key_of
-from graphpasses.state.left_tensors import changed_values, held_tensors, held_values, shapes_kept
+from graphpasses.state.left_tensors import changed_values, held_tensors, held_values, tensors_kept
 from graphpasses.state.live_state import live_state_restored
 
 Results = dict[str, torch.Tensor | None]
@@ -70,7 +71,7 @@ def record_calls(
 
 @freed_memory_returned()
 def check_step(
-    step: CapturedStep, loss_fn: Callable[..., torch.Tensor], batch: Sequence[Any], traced: Sequence[Operator]
+    step: CapturedStep, loss_fn: Callable[..., Any], batch: Sequence[Any], traced: Sequence[Operator]
 ) -> None:
     """Compares the bits of an eager step with the captured step's, and what both call; it leaves all as it was.
 
@@ -86,12 +87,12 @@ def check_step(
     # As in the trace: with FSDP2 the gradients of all leaves, else those of the parameters alone.
     inputs = None if fsdp_groups(model) else [each for each in model.parameters() if each.requires_grad]
 
-    def eager(record: AbstractContextManager[Any]) -> torch.Tensor:
+    def eager(record: AbstractContextManager[Any]) -> Any:
         values = step.batch_structure.fresh(batch)
         with record, checks_asserted():
-            loss = loss_fn(first_model(model), *values)
-            loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]
-        return loss.detach()
+            result = loss_fn(first_model(model), *values)
+            loss_of(result).backward(inputs=inputs)
+        return result
 
     compares = is_comparable(model)
     record = record_calls(model, step.identity, leaves, is_mode=not compares)
@@ -153,8 +154,10 @@ def _seeds_refused(step: CapturedStep, record: OperatorCalls) -> Iterator[_State
             record.undo_to(generator, state)
 
 
-def run_step(model: nn.Module, run: Callable[[], torch.Tensor]) -> Results:
-    """Runs a step; returns loss, gradients and buffers, by what they are, and puts all but written tensors back."""
+def run_step(model: nn.Module, run: Callable[[], Any]) -> Results:
+    """Runs a step; returns what it returns, gradients and buffers, by what they are, and puts all but written tensors
+    back.
+    """
     named = {f"gradient of {fqn!r}": each for fqn, each in model.named_parameters() if each.requires_grad}
     with (
         live_state_restored(model),
@@ -164,24 +167,28 @@ def run_step(model: nn.Module, run: Callable[[], torch.Tensor]) -> Results:
         for parameter in named.values():
             parameter.grad = None
         held, values = held_tensors(model), held_values(model)
-        with shapes_kept(model, {}):
-            loss = run()
+        with tensors_kept(model, {}):
+            result = run()
         buffers = {f"buffer {fqn!r}": each for fqn, each in model.named_buffers()}
         left = {f"attribute {fqn!r}": each for fqn, each in held_tensors(model).items() if each is not held.get(fqn)}
         if freed := next((name for name, each in left.items() if is_freed(each)), None):
             raise CaptureError(f"forward keeps a view of a parameter in {freed}, which FSDP2 frees; keep a clone")
+        returned = Returned.values_of(result)
+        if freed := next((name for name, each in returned.items() if torch.is_tensor(each) and is_freed(each)), None):
+            raise CaptureError(f"loss_fn returns a view of a parameter, {freed}, which FSDP2 frees; return a clone")
         return {
-            "loss": loss,
+            **{name: each.detach() if torch.is_tensor(each) else _text_of(each) for name, each in returned.items()},
             **{name: each.grad for name, each in named.items()},
             **{f"unreduced gradient of {place!r}": each for place, each in pending_gradients(model).items()},
             **buffers,
             **left,
-            # As texts, which tell them apart.
-            **{
-                f"attribute {fqn!r}": torch.tensor([*str(key_of(value)).encode()], dtype=torch.uint8)
-                for fqn, value in changed_values(model, values).items()
-            },
+            **{f"attribute {fqn!r}": _text_of(each) for fqn, each in changed_values(model, values).items()},
         }
+
+
+def _text_of(value: Any) -> torch.Tensor:
+    """Returns the text of a Python value, which tells it apart, as a tensor."""
+    return torch.tensor([*str(key_of(value)).encode()], dtype=torch.uint8)
 
 
 def is_comparable(model: nn.Module) -> bool:

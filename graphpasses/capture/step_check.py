@@ -19,12 +19,13 @@ from graphpasses.capture.oracle import Results, is_comparable, run_step
 from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.rank_consensus import RankConsensus
+from graphpasses.graph.returned import loss_of
 from graphpasses.graph.several_models import first_model
 from graphpasses.identity import same_bits
 
 
 @freed_memory_returned()
-def check_on_batch(loss_fn: Callable[..., torch.Tensor], step: CapturedStep, batch: Sequence[Any]) -> None:
+def check_on_batch(loss_fn: Callable[..., Any], step: CapturedStep, batch: Sequence[Any]) -> None:
     """Runs eager and then the step on one batch, compares all that they leave behind, and puts everything back."""
     if not is_comparable(step.model):
         raise CaptureError(
@@ -56,16 +57,16 @@ def find_difference(theirs: Results, ours: Results) -> str | None:
     return None
 
 
-def _eager(loss_fn: Callable[..., torch.Tensor], step: CapturedStep, batch: Sequence[Any]) -> torch.Tensor:
+def _eager(loss_fn: Callable[..., Any], step: CapturedStep, batch: Sequence[Any]) -> Any:
     with torch.enable_grad():
-        loss = loss_fn(first_model(step.model), *step.batch_structure.fresh(batch))
-        loss.backward()  # type: ignore[no-untyped-call]
+        result = loss_fn(first_model(step.model), *step.batch_structure.fresh(batch))
+        loss_of(result).backward()
     if step.update is not None and not step.waits:
         step.update.run_eagerly()
-    return loss.detach()
+    return result
 
 
-def _results(step: CapturedStep, batch: Sequence[Any], run: Callable[[], torch.Tensor]) -> Results:
+def _results(step: CapturedStep, batch: Sequence[Any], run: Callable[[], Any]) -> Results:
     """Returns copies of all that a run leaves behind, which is put back."""
     with put_back(step, batch), accumulators_restored(step.model, copied=True):
         results = run_step(step.model, run)

@@ -35,10 +35,11 @@ from graphpasses.graph.accumulation import Marks
 from graphpasses.graph.batch import Varying
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.guards import Guards
+from graphpasses.graph.returned import Returned, loss_of
 from graphpasses.graph.several_models import first_model
 from graphpasses.identity import IdentityMap, named_state, same_bits
 from graphpasses.state.kept_tensors import caches_emptied_on_error
-from graphpasses.state.left_tensors import LeftTensors, shapes_kept
+from graphpasses.state.left_tensors import LeftTensors, tensors_kept
 from graphpasses.state.live_state import live_state_restored
 from graphpasses.state.model import is_trained
 from graphpasses.state.reads import Reads
@@ -59,10 +60,11 @@ class Trace:
     held: Collection[str]  # FQNs of what the user's code also read by references beside the model
     unsharded: Collection[int]  # indexes of the FSDP2 groups that no backward frees
     left_values: dict[str, Any]  # Python values in attributes, by FQN
+    returned: Returned  # what ``loss_fn`` returns; its tensors come behind those that it leaves
 
 
 def trace_step(
-    loss_fn: Callable[..., torch.Tensor],
+    loss_fn: Callable[..., Any],
     model: nn.Module,
     structure: BatchStructure,
     leaves: Sequence[Any],
@@ -72,9 +74,9 @@ def trace_step(
 ) -> Trace:
     """Traces forward, loss and backward on fake tensors, and leaves the model as it was.
 
-    The traced function returns the loss, one gradient, or None, for each trainable name of a parameter, and what it
-    leaves in modules. It records the operators that are called if ``is_recorded``; ``varying`` are the dims of the
-    batch whose sizes may vary.
+    The traced function returns the loss, one gradient, or None, for each trainable name of a parameter, what it
+    leaves in modules, and what else ``loss_fn`` returns. It records the operators that are called if ``is_recorded``;
+    ``varying`` are the dims of the batch whose sizes may vary.
     """
     identity, keeps_casts = IdentityMap.of(model), torch.is_autocast_cache_enabled()
     state = dict(named_state(model))
@@ -84,12 +86,14 @@ def trace_step(
     left_in: list[str] = []
     left_values: dict[str, Any] = {}
     taken: list[tuple[Any, ...]] = []
+    returned = Returned()
     unsharded: set[int] = set()
     marks = Marks()
     random_calls, reads = RandomCalls(), Reads(model, loss_fn)
     decisions = Decisions(model, list(zip(structure.paths, leaves, strict=True)), varying)
 
     def step(*args: Any) -> list[torch.Tensor | None]:
+        nonlocal returned
         # The tracer gives every name of a tied DTensor a tensor of its own, so ask for every name's gradient;
         # but names of one module, or of one plain tensor, still are one, whose gradient goes to the first.
         named = {fqn: p for fqn, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
@@ -104,7 +108,7 @@ def trace_step(
         given = [args[index] for index in structure.same or range(len(args))]
         records.append(record := record_calls(model, identity, given, only_undo=not is_recorded))
         with (
-            shapes_kept(model, dict(zip(structure.paths, given, strict=True))),
+            tensors_kept(model, dict(zip(structure.paths, given, strict=True))),
             caches_emptied_on_error(),
             refusals.other_threads_refused(),
             random_state_traced(random_calls),
@@ -128,7 +132,7 @@ def trace_step(
             ):
                 batch = structure.build(given)
                 containers = structure.containers(batch)[1:]
-                loss = loss_fn(first_model(model), *batch)
+                result = loss_fn(first_model(model), *batch)
             each_once = {id(container.value): container for container in containers}
             taken[:] = [keys for container in each_once.values() for keys in container.taken()]
             if different := {fqn for fqn, _ in named_state(model)} ^ own.keys():
@@ -149,12 +153,13 @@ def trace_step(
                 for parameter, before in zip(named.values(), gradients_before, strict=True)
             ):
                 raise CaptureError(_CALLED_BACKWARD)
-            _check_loss(loss, list(named))
+            _check_loss(loss := loss_of(result), result, list(named))
+            returned, others = Returned.of(result)
             parameters = list(dict.fromkeys(named.values()))
             # In this thread alone calls are seen.
             with torch.autograd.set_multithreading_enabled(False), reads.running(), record:
                 if fsdp_groups(model):  # FSDP2 looks for gradients where backward leaves them
-                    loss.backward()  # type: ignore[no-untyped-call]
+                    loss.backward()
                     _refuse_read_shards(named, gradients_before, reductions.reduced)
                     gradients = {each: reductions.reduced.get(each, each.grad) for each in parameters}
                 else:
@@ -163,11 +168,16 @@ def trace_step(
                     _refuse_inner_backward(named, gradients_before)
         unsharded.update(reductions.unsharded)
         marked = marks.of(named, reductions.unreduced, reductions.late, reductions.partly_reduced)
-        left = left_tensors.find(reads.has_read)
+        left, values = left_tensors.find(reads.has_read)
         left_in[:] = left
-        left_values.update(left_tensors.find_values())
+        left_values.update(values)
         each_gradient = [gradients.pop(parameter, None) for parameter in named.values()]
-        return [loss, *each_gradient, *(tensor.detach() for tensor in left.values()), *marked]
+        return [
+            loss,
+            *each_gradient,
+            *(each.detach() if torch.is_tensor(each) else each for each in (*left.values(), *others)),
+            *marked,
+        ]
 
     try:
         with (
@@ -184,7 +194,8 @@ def trace_step(
         for record in reversed(records):
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
     calls, guards = records[0].calls, decisions.guards
-    return Trace(traced, reads, guards, random_calls, calls, left_in, marks, taken, held, unsharded, left_values)
+    outside = left_in, marks, taken, held, unsharded, left_values, returned
+    return Trace(traced, reads, guards, random_calls, calls, *outside)
 
 
 def _trace_until_settled(reads: Reads, trace: Callable[[], TracedFunction]) -> TracedFunction:
@@ -254,12 +265,15 @@ def _refuse_inner_backward(named: Mapping[str, torch.Tensor], before: Sequence[t
             )
 
 
-def _check_loss(loss: Any, trainable: list[str]) -> None:
-    """Raises unless ``loss_fn`` returned one floating-point number that depends on a parameter of ``trainable``."""
+def _check_loss(loss: Any, result: Any, trainable: list[str]) -> None:
+    """Raises unless the loss of a result is a floating-point number that depends on a parameter of ``trainable``."""
     if not trainable:
         raise CaptureError("the model has no trainable parameter: nothing to differentiate")
     if not isinstance(loss, torch.Tensor):
-        raise CaptureError(f"loss_fn returned a {type(loss).__name__}; {_advice(loss)}")
+        raise CaptureError(
+            f"loss_fn returned a {type(result).__name__}; return the loss, a scalar floating-point tensor, a tuple "
+            "that begins with it, or a dict or an object that has it as its 'loss'"
+        )
     if isinstance(loss, DTensor):
         raise CaptureError("loss_fn returned a DTensor; return this rank's loss, e.g. loss.to_local()")
     if loss.numel() != 1 or not loss.is_floating_point():  # as `loss.backward()` has it, of any shape
@@ -272,21 +286,6 @@ def _check_loss(loss: Any, trainable: list[str]) -> None:
             "the loss does not depend on any trainable parameter (under no_grad, detached, or by torch.cond?)"
             f"; trainable: {', '.join(trainable[:3])}{', …' if len(trainable) > 3 else ''}"
         )
-
-
-def _advice(result: Any) -> str:
-    """Says where in a result its loss may be."""
-    if isinstance(getattr(result, "loss", None), torch.Tensor):
-        return "return the loss alone: its .loss"
-    items = dict(result) if isinstance(result, Mapping) else {}
-    if isinstance(result, (list, tuple)):
-        items = dict(enumerate(result))
-    losses = [key for key, item in items.items() if isinstance(item, torch.Tensor) and item.numel() == 1]
-    if "loss" in losses:
-        losses = ["loss"]
-    if losses:
-        return f"return the loss alone: its {' or '.join(f'[{key!r}]' for key in losses)}"
-    return "return the loss, a scalar floating-point tensor"
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from graphpasses.graph.accumulation import Cuts, Marks
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.nodes import SAME_TENSOR_OPS, argument, reach
 from graphpasses.graph.parameters import get_state, parameter_infos
+from graphpasses.graph.returned import Returned
 from graphpasses.identity import IdentityMap
 from graphpasses.state.snapshot import Snapshot
 
@@ -83,13 +84,15 @@ def read_step(
     batch_leaves: Sequence[tuple[str, Any]],
     marks: Marks | None = None,
     left: Sequence[str] = (),
+    returned: Returned | None = None,
     **fields: Any,
 ) -> CapturedStep:
     """Makes a step of a trace; ``batch_leaves`` are paths and fake tensors or values, ``fields`` of the step.
 
     ``marks`` are the last values that the traced function returns: where it may be cut; before them come tensors that
-    it leaves in modules, under the FQNs ``left``.
+    it leaves in modules, under the FQNs ``left``, and those that ``loss_fn`` has ``returned`` beside the loss.
     """
+    returned = returned or Returned()
     _make_views(traced.gm)
     give_eagers_formulas(traced.gm.graph)
     identity = IdentityMap.of(model)
@@ -101,7 +104,8 @@ def read_step(
     inputs = _inputs(traced, model, kinds)
     trainable = [fqn for fqn in traced.state_fqns if fqn in parameters and parameters[fqn].requires_grad]
     cuts = None if marks is None else _take_marks(traced.gm, marks)
-    num_returned = traced.num_flat_outputs - (0 if marks is None else len(marks.names)) - len(left)
+    num_others = len(left) + len(returned.computed) + (0 if marks is None else len(marks.names))
+    num_returned = traced.num_flat_outputs - num_others
     if num_returned == 1 + len(unique := dict.fromkeys(map(identity.canonical, trainable))):
         trainable = list(unique)  # asked by model.parameters(), where ties still hold
     if num_returned != 1 + len(trainable):
@@ -113,6 +117,7 @@ def read_step(
     outputs = [GraphOutput(OutputKind.LOSS, attr=attr) for attr in loss_attrs]
     outputs += _gradients(traced, [(fqn, parameters[fqn]) for fqn in trainable], first=1)
     outputs += [GraphOutput(OutputKind.LEFT, fqn) for fqn in left]
+    outputs += [GraphOutput(OutputKind.RETURNED, path) for path in returned.computed]
 
     described = _described(traced.gm, model, identity, inputs, outputs)
     placeholders = traced.gm.graph.find_nodes(op="placeholder")
@@ -122,6 +127,7 @@ def read_step(
         batch_leaves=tuple(batch_leaves),
         written=frozenset(item.fqn for item, node in zip(inputs, placeholders, strict=True) if is_written(node)),
         cuts=None if cuts is None else replace(cuts, inputs=tuple(inputs), outputs=tuple(outputs)),
+        returned=returned,
         **described,
         **fields,
     )

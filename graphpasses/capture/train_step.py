@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -42,7 +41,7 @@ from graphpasses.state.snapshot import Snapshot, check_unsharded
 
 
 def capture_train_step(
-    loss_fn: Callable[..., torch.Tensor],
+    loss_fn: Callable[..., Any],
     model: nn.Module,
     *batch: Any,
     others: Sequence[nn.Module] = (),
@@ -59,8 +58,9 @@ def capture_train_step(
     all is put back. Every rank of the model's meshes must capture, with batches of the same shapes.
 
     Args:
-        loss_fn: called as ``loss_fn(model, *batch)``; returns a scalar floating-point tensor. It must not
-            call ``backward`` itself.
+        loss_fn: called as ``loss_fn(model, *batch)``; returns the loss, a scalar floating-point tensor, or a tuple
+            that begins with it, or a dict or an object that has it as its ``loss``, as Hugging Face's models do. So
+            does a call of the step. It must not call ``backward`` itself.
         model: one that ``fully_shard`` has sharded, or torchtitan's SimpleFSDP ``data_parallel``, over tensor
             parallelism or not, or a plain module; on any device but meta.
         batch: example arguments: tensors, numbers, strings, None, TorchRec's jagged and keyed tensors, or lists,
@@ -125,16 +125,14 @@ def capture_train_step(
     return replace(step, recapture=capture if recapture else None, check_every=check_every)
 
 
-def _capture_alone(
-    loss_fn: Callable[..., torch.Tensor], model: nn.Module, *batch: Any, **options: Any
-) -> CapturedStep:
+def _capture_alone(loss_fn: Callable[..., Any], model: nn.Module, *batch: Any, **options: Any) -> CapturedStep:
     """Captures a step that reduces all gradients of its own batch, whatever FSDP2 keeps or is to keep now."""
     with accumulation_set_aside(model), stages_shown():
         return _capture(loss_fn, model, *batch, **options)
 
 
 def _capture(
-    loss_fn: Callable[..., torch.Tensor],
+    loss_fn: Callable[..., Any],
     model: nn.Module,
     *batch: Any,
     optimizers: Optimizers | None,
@@ -175,6 +173,7 @@ def _capture(
         guards=trace.guards,
         left_unsharded=frozenset(trace.unsharded),
         left_values=trace.left_values,
+        returned=trace.returned,
         snapshot=Snapshot.of(model, trace.reads.attributes, trace.reads.names, trace.held),
         checker=partial(check_on_batch, loss_fn),
     )

@@ -14,8 +14,7 @@ import torch
 from torch import fx, nn
 
 from graphpasses._torch import pytree
-from graphpasses._torch.exact_kernels import Kernel, compile_exactly
-from graphpasses._torch.fake_mode import new_fake_mode
+from graphpasses._torch.exact_kernels import Kernel, compile_exactly, trace_exactly
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses.errors import PipelineError
 from graphpasses.fusion.adversarial import find_difference
@@ -63,25 +62,15 @@ class Calls:
 
     def at(self, inputs: Sequence[Any]) -> Calls:
         """Returns the same calls for inputs of known sizes."""
-        graph = fx.Graph()
-        values: dict[fx.Node, Any] = {}
-        with new_fake_mode(), torch.no_grad():
-            for node, given in zip(self.inputs, inputs, strict=True):
-                values[node] = given
-                if isinstance(given, torch.Tensor):
-                    values[node] = graph.placeholder(node.name)
-                    values[node].meta["val"] = torch.empty_strided(
-                        given.shape, given.stride(), dtype=given.dtype, device=given.device
-                    )
-            for node in self.nodes:
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-                values[node] = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-                args, kwargs = fx.node.map_arg((args, kwargs), lambda each: each.meta["val"])
-                values[node].meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
-        given, nodes, outputs = (
-            [values[node] for node in nodes] for nodes in (self.inputs, self.nodes, self.outputs)
-        )
-        return Calls(tuple(each for each in given if isinstance(each, fx.Node)), tuple(nodes), tuple(outputs))
+
+        def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            rest = iter(tensors)
+            return self.run_eagerly(*(next(rest) if isinstance(each, torch.Tensor) else each for each in inputs))
+
+        graph = trace_exactly(run, [each for each in inputs if isinstance(each, torch.Tensor)]).graph
+        nodes = tuple(node for node in graph.nodes if node.op == "call_function")
+        outputs: Any = graph.output_node().args[0]
+        return Calls(tuple(graph.find_nodes(op="placeholder")), nodes, tuple(outputs))
 
     def key(self) -> Hashable:
         """Returns what regions have in common that compute the same on tensors of the same sizes."""

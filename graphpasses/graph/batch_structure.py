@@ -9,12 +9,17 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+from torch.types import py_sym_types
 
 from graphpasses._torch import pytree
 from graphpasses.errors import BatchMismatchError, CaptureError
 from graphpasses.state.keys import Key, key_of
 
-_LEAVES = (torch.Tensor, int, float, bool, str, type(None))
+_LEAVES = (torch.Tensor, int, float, bool, str, type(None), *py_sym_types)  # symbolic in a result that is traced
+_BATCH_HOLDS = (
+    "a batch holds tensors, numbers, strings and None, in lists, tuples, dicts and dataclasses. Give loss_fn other "
+    "objects through its closure, and None in place of what it does not read"
+)
 
 
 class Containers:
@@ -92,7 +97,9 @@ class BatchStructure:
     shared: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, value: Any, *libraries: Containers, path: str = "batch") -> BatchStructure:
+    def of(
+        cls, value: Any, *libraries: Containers, path: str = "batch", advice: str = _BATCH_HOLDS
+    ) -> BatchStructure:
         """Reads the structure of a batch; refuses what is no leaf and no container that can be made again."""
         kind = type(value)
         library = next((each for each in libraries if each.knows(kind)), AS_PYTREE_SAYS)
@@ -101,14 +108,12 @@ class BatchStructure:
         opened = _open(value, library)
         if opened is None:
             if not isinstance(value, _LEAVES):
-                raise CaptureError(
-                    f"{path} is a {kind.__name__}; a batch holds tensors, numbers, strings and None, in lists, "
-                    "tuples, dicts and dataclasses. Give loss_fn other objects through its closure, and None in "
-                    "place of what it does not read"
-                )
+                raise CaptureError(f"{path} is a {kind.__name__}; {advice}")
             return cls(path)
         items, spec = opened
-        children = tuple(cls.of(item, *libraries, path=path + _accessor(value, key)) for key, item in items.items())
+        children = tuple(
+            cls.of(item, *libraries, path=path + _accessor(value, key), advice=advice) for key, item in items.items()
+        )
         structure = cls(path, kind, tuple(items), children, spec, library)
         structure = replace(structure, own=_own_attributes(structure, value, items))
         _check_that_it_is_made(structure, items)

@@ -29,6 +29,7 @@ from graphpasses.graph.guards import Guards
 from graphpasses.graph.parameters import get_state, parameter_infos
 from graphpasses.graph.rank_consensus import FailedRanks
 from graphpasses.graph.recapture import GuardedCache, Recapture
+from graphpasses.graph.returned import Returned
 from graphpasses.graph.train_graph import GraphInput, InputKind, OutputKind, TrainGraph
 from graphpasses.graph.unsharded import Unsharded
 from graphpasses.graph.update import Update
@@ -58,6 +59,7 @@ class CapturedStep(TrainGraph):
         checker: compares a step with eager on a batch; None where there is no ``loss_fn``.
         left_unsharded: indexes of the FSDP2 groups that eager leaves unsharded, as a teacher's root, and so a call.
         left_values: Python values that forward sets attributes to, by FQN, and so does a call.
+        returned: what a call returns beside the loss.
         check_every: of how many calls one is checked first; ``"sparse"`` for calls 10, 100, 1,000, …; None for none.
 
     Example:
@@ -82,11 +84,12 @@ class CapturedStep(TrainGraph):
     checker: Callable[[CapturedStep, Sequence[Any]], None] | None = None
     left_unsharded: frozenset[int] = frozenset()
     left_values: dict[str, Any] = field(default_factory=dict)
+    returned: Returned = field(default_factory=Returned)
     check_every: int | Literal["sparse"] | None = None
     _num_calls: int = field(default=0, init=False)
 
     @never_compiled
-    def __call__(self, *batch: Any) -> torch.Tensor:
+    def __call__(self, *batch: Any) -> Any:
         """Runs the step on the live model.
 
         Where ``loss_fn`` decides by values of the batch otherwise than when the step was captured, the step is
@@ -96,7 +99,7 @@ class CapturedStep(TrainGraph):
             batch: like the captured one: same structure (keys in any order), shapes, dtypes and plain values.
 
         Returns:
-            The loss (scalar tensor, without autograd history: backward has run).
+            What ``loss_fn`` returns: the loss, or that and other values; without autograd history: backward has run.
 
         Raises:
             BatchMismatchError: the batch differs from the captured one; the message names the leaf.
@@ -114,7 +117,7 @@ class CapturedStep(TrainGraph):
                 self.check(*batch)
             return self.run(*batch)
 
-    def accumulate(self, *batch: Any) -> torch.Tensor:
+    def accumulate(self, *batch: Any) -> Any:
         """Runs forward and backward of a microbatch, and leaves its gradients to the next call of the step.
 
         Nothing is reduced or updated: as under ``model.set_requires_gradient_sync(False)``, which a call obeys, too.
@@ -124,7 +127,7 @@ class CapturedStep(TrainGraph):
             batch: as for a call.
 
         Returns:
-            The loss.
+            As a call.
 
         Raises:
             CaptureError: as for a call; or the model's gradients cannot wait, as those of SimpleFSDP.
@@ -176,7 +179,7 @@ class CapturedStep(TrainGraph):
             return self._num_calls >= 10 and digits == f"1{'0' * (len(digits) - 1)}"
         return self.check_every is not None and self._num_calls % self.check_every == 0
 
-    def run(self, *batch: Any) -> torch.Tensor:
+    def run(self, *batch: Any) -> Any:
         """Does what a call does, and is never checked."""
         if torch.is_inference_mode_enabled():
             raise CaptureError(
@@ -200,10 +203,10 @@ class CapturedStep(TrainGraph):
             step.snapshot.structure.named(tensors, step.parameters)
         )
         self._unsharded.unshard(staying | step.left_unsharded)
-        loss = step.run_unchecked(tensors, leaves, pending, is_updatable=is_updatable)
+        returned = step.run_unchecked(tensors, leaves, pending, is_updatable=is_updatable)
         self.cut_steps.accumulators.clear(pending)
         step.batch_structure.take(batch)
-        return loss
+        return returned
 
     def _staying(self) -> frozenset[int]:
         """Returns the groups that eager leaves unsharded after a step."""
@@ -258,8 +261,7 @@ class CapturedStep(TrainGraph):
 
     def _value(self, item: GraphInput, leaves: Sequence[Any]) -> Any:
         if item.kind is InputKind.BATCH:
-            paths = [path for path, _ in self.batch_leaves]
-            return leaves[paths.index(item.fqn)]
+            return leaves[[path for path, _ in self.batch_leaves].index(item.fqn)]
         tensor = get_state(self.model, item.fqn)
         return getattr(tensor, item.attr) if item.attr else tensor
 
@@ -270,7 +272,7 @@ class CapturedStep(TrainGraph):
         pending: Mapping[str, torch.Tensor],
         *,
         is_updatable: bool = True,
-    ) -> torch.Tensor:
+    ) -> Any:
         """Runs the graph on a model's tensors, a batch's leaves and gradients that waited, which were found to fit.
 
         Unless it ``is_updatable`` the optimizer's own step makes its state, and updates.
@@ -293,16 +295,16 @@ class CapturedStep(TrainGraph):
                 return self._accumulate(self._call(*values), tensors)
             parameters = self.snapshot.structure.named(tensors, self.parameters)
             if not is_updatable:
-                loss = self._accumulate((update.without_update or self.module)(*values), tensors)
+                returned = self._accumulate((update.without_update or self.module)(*values), tensors)
                 update.run_eagerly()
-                return loss
+                return returned
             values += update.values(self.inputs[len(values) :], parameters)
-            loss = self._accumulate(self._call(*values), tensors)
+            returned = self._accumulate(self._call(*values), tensors)
             if update.is_in_step:
                 update.optimizers.finish()
             else:
                 update.run(parameters)
-            return loss
+            return returned
 
     def __copy__(self) -> Self:
         return replace(self)
@@ -386,7 +388,7 @@ class CapturedStep(TrainGraph):
         graph.output_node().args = (values,)
         return lazy_module(self.module, graph)
 
-    def _accumulate(self, flat: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    def _accumulate(self, flat: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> Any:
         for fqn, value in (self.left_values | {fqn: flat[index] for index, fqn in self._left}).items():
             leave(self.model, fqn, value)
         for index, place, is_shared in self._gradient_slots:
@@ -395,5 +397,4 @@ class CapturedStep(TrainGraph):
                 self.cut_steps.accumulators.keep(place, gradient, partial(as_gradient, is_shared=is_shared))
             elif gradient is not None and (parameter := tensors[place]) is not None:
                 accumulate_gradient(parameter, gradient, is_shared=is_shared)
-        loss: torch.Tensor = flat[self._loss_index]
-        return loss
+        return self.returned.made_of(self.outputs, flat, flat[self._loss_index])

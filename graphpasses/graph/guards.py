@@ -16,9 +16,9 @@ from graphpasses.graph.train_graph import GraphInput
 Symbol: TypeAlias = sympy.Symbol
 
 NO_DECISION = (
-    "What only cuts, splits or counts is no decision: write x[:n.item()] for x[:n] and x[:int(n)], x.shape[0] for "
-    "len(x), bincount(x, minlength=n)[:n] for bincount(x, minlength=n), and leave out a test that spares work where "
-    "there are no rows. Else compute with torch.where, or decide outside"
+    "What only cuts, splits, counts or is returned is no decision: write x.item() for int(x) and float(x), "
+    "x[:n.item()] for x[:n], x.shape[0] for len(x), bincount(x, minlength=n)[:n] for bincount(x, minlength=n), and "
+    "leave out a test that spares work where there are no rows. Else compute with torch.where, or decide outside"
 )
 """What to write instead of a decision."""
 

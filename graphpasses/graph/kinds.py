@@ -43,6 +43,7 @@ class OutputKind(enum.Enum):
     LOSS = "loss"
     GRADIENT = "gradient"
     LEFT = "left tensor"  # what a step leaves in a module: a buffer that forward replaces, an attribute that it sets
+    RETURNED = "returned value"  # what ``loss_fn`` returns beside the loss
     VALUE = "value"  # anything else: what the model returns, what backward needs
 
 
@@ -95,6 +96,11 @@ class GraphOutput:
     def is_gradient(self) -> bool:
         """Whether this slot carries gradient data (not a device mesh)."""
         return self.kind is OutputKind.GRADIENT and self.attr in ("", "_local_tensor")
+
+    @property
+    def is_returned(self) -> bool:
+        """Whether this slot carries what ``loss_fn`` returns beside the loss, at the path ``fqn``."""
+        return self.kind is OutputKind.RETURNED
 
     @property
     def is_loss(self) -> bool:

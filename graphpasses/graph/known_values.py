@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.types import py_sym_types
 
 _INT = frozenset({int})
 
@@ -65,7 +66,7 @@ def summary(value: Any) -> Any:
             value.dtype,
             value.device,
         )
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+    if isinstance(value, py_sym_types):
         return value.node.expr  # to compare the values themselves would guard on them
     if isinstance(value, (list, tuple)):
         return tuple(map(summary, value))

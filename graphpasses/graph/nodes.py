@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import rebind_unbacked
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.types import py_sym_types
 
 from graphpasses._torch.fake_mode import fake_call, fake_mode_of, is_fake, outside_tracing
 from graphpasses._torch.gloo import ALL_GATHER
@@ -122,7 +123,7 @@ def freeze(value: Any) -> Hashable:
         return tuple(map(freeze, value))
     if isinstance(value, dict):
         return tuple((key, freeze(item)) for key, item in value.items())
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):  # which have no hash
+    if isinstance(value, py_sym_types):  # which have no hash
         return type(value), str(value)
     return type(value), value.hex() if isinstance(value, float) else value
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
+from torch.types import py_sym_types
 
 from graphpasses._torch.fake_mode import fake_mode_of
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
@@ -232,7 +233,7 @@ class TrainGraph:
     def record_rewrite(self, rewrite: Callable[[Any], Any]) -> None:
         """Records the rewrite that made this graph: a step that is captured again goes through it, too."""
 
-    def __call__(self, *batch: Any) -> torch.Tensor:
+    def __call__(self, *batch: Any) -> Any:
         """Runs a captured step; a graph that is no whole step raises CaptureError."""
         raise CaptureError(f"a {self.stage.value} graph is run by the compiled model, not by itself")
 
@@ -256,7 +257,7 @@ class TrainGraph:
 
 def _new_symbols(value: Any) -> Any:
     """Returns where in a fake value the symbols are that it brought: sizes that depend on data."""
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+    if isinstance(value, py_sym_types):
         return compute_unbacked_bindings(value.node.shape_env, value)
     mode = fake_mode_of(value)
     return compute_unbacked_bindings(None if mode is None else mode.shape_env, value)

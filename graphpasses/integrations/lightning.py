@@ -11,15 +11,12 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy as _ModelParallelStrategy
 from torch import Tensor, nn
 
-from graphpasses._torch.operator_facts import memory_of
 from graphpasses.capture.train_step import capture_train_step
 from graphpasses.errors import CaptureError
 from graphpasses.graph import CapturedStep
+from graphpasses.graph.returned import COMPUTED
 from graphpasses.integrations.by_shape import Steps, StepsByShape
 from graphpasses.ops.autograd_functions import alias_tensors
-
-Logs = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
-"""Under which names a module logs its loss, with the further arguments of ``self.log``."""
 
 
 class CapturedSteps(StepsByShape):
@@ -27,8 +24,9 @@ class CapturedSteps(StepsByShape):
 
     Written before the class of the strategy: ``class Mine(CapturedSteps, MyStrategy)``. Lightning's loop,
     accumulation, clipping, optimizer, schedules, callbacks and checkpoints stay as they are. Gradients are computed
-    with the loss, and appear in backward. The loss may be logged; other values that ``training_step`` logs or
-    returns are refused, as are manual optimization, a ``backward`` of one's own, and the use of ``batch_idx``.
+    with the loss, and appear in backward. What ``training_step`` logs and returns beside the loss are results of the
+    step: tensors and numbers. Refused are metrics that are objects, which the step would have to update, manual
+    optimization, a ``backward`` of one's own, and the use of ``batch_idx``.
 
     A step is captured for each shape that the inputs of all ranks have together, at most eight: drop the last batch,
     or say in :attr:`dynamic_shapes` which of its dims vary.
@@ -44,11 +42,10 @@ class CapturedSteps(StepsByShape):
         """Prepares the strategy for a run; called by the trainer."""
         self.captured_steps: dict[int, Steps] = {}
         self._log = _Log()
-        self._logs: Logs | None = None
         self._known_seeds: set[int] = set()
         super().setup(trainer)  # type: ignore[misc]
 
-    def training_step(self, batch: Any, *indices: int) -> Tensor:
+    def training_step(self, batch: Any, *indices: int) -> Any:
         """Runs the captured step of a microbatch; called by the trainer's loop.
 
         ``indices`` has the batch's number, where ``training_step`` takes it. Backward of the loss that it returns
@@ -71,12 +68,13 @@ class CapturedSteps(StepsByShape):
                     lambda: self._capture(module, batch, len(indices), scale),
                     "drop the last batch (drop_last=True), pad, or set dynamic_shapes",
                 )
-                loss = step(batch)
+                result = step(batch)
             gradients = [each.grad for each in parameters]
         finally:
             _set_gradients(parameters, earlier)
-        for name, (arguments, options) in (self._logs or {}).items():
-            module.log(name, loss, *arguments, **options)
+        for name, value in result["logged"]:
+            arguments, options = self._log.arguments[name]
+            module.log(name, value, *arguments, **options)
 
         def give(seeds: Sequence[Tensor | None]) -> None:
             (seed,) = seeds
@@ -88,8 +86,8 @@ class CapturedSteps(StepsByShape):
                 if new is not None:
                     each.grad = new if each.grad is None else each.grad.add_(new)
 
-        (returned,) = alias_tensors(loss.clone().requires_grad_(), before_backward=give)
-        return returned
+        (loss,) = alias_tensors(result["loss"].clone().requires_grad_(), before_backward=give)
+        return {"loss": loss, **result["more"]}
 
     def _check(self, module: LightningModule) -> None:
         if not module.automatic_optimization:
@@ -100,17 +98,15 @@ class CapturedSteps(StepsByShape):
     def _capture(self, module: LightningModule, batch: Any, num_indices: int, scale: int) -> CapturedStep:
         training_step = super().training_step  # type: ignore[misc]
 
-        def loss_fn(module: LightningModule, batch: Any) -> Tensor:
-            self._log.calls.clear()
-            loss = _loss_of(training_step(batch, *[_BatchIndex()] * num_indices))
-            logs = self._log.of(loss)
-            if self._logs not in (None, logs):
-                raise CaptureError(f"training_step logs {list(logs)}, and logged {list(self._logs or ())} before")
-            self._logs = logs
+        def loss_fn(module: LightningModule, batch: Any) -> dict[str, Any]:
+            output = training_step(batch, *[_BatchIndex()] * num_indices)
+            more = dict(output) if isinstance(output, Mapping) else {"loss": output}
+            loss = more.pop("loss", None)
             # The trainer divides the loss, which is returned, and logged, as it is.
-            if scale != 1 and loss.requires_grad:
+            if scale != 1 and isinstance(loss, Tensor) and loss.requires_grad:
                 loss.register_hook(lambda seed: seed / scale)  # type: ignore[no-untyped-call]
-            return loss
+            logged, self._log.logged = self._log.logged, []
+            return {"loss": loss, "more": more, "logged": logged}
 
         return capture_train_step(
             loss_fn, module, batch, dynamic_shapes=self.dynamic_shapes and (self.dynamic_shapes,)
@@ -125,22 +121,18 @@ class _Log:
     """Stands for ``LightningModule.log`` while a module is traced."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
+        self.logged: list[tuple[str, Any]] = []
+        self.arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}  # by name, those beside the value
 
     def __call__(self, name: str, value: Any, *arguments: Any, **options: Any) -> None:
-        self.calls.append((name, value, arguments, options))
-
-    def of(self, loss: Tensor) -> Logs:
-        """Returns under which names the loss was logged; raises if anything else was."""
-        for name, value, *_ in self.calls:
-            if not _is_same(value, loss):
-                raise CaptureError(
-                    f"training_step logs '{name}', which is not its loss; a captured step computes the loss alone. "
-                    "Log it in a hook, as on_train_batch_end"
-                )
-        logs = {name: (arguments, options) for name, _, arguments, options in self.calls}
-        self.calls.clear()
-        return logs
+        if not isinstance(value, (int, float, *COMPUTED)):
+            raise CaptureError(
+                f"training_step logs '{name}', a {type(value).__name__}; a captured step returns tensors and "
+                "numbers. Update and log a metric in a hook, as on_train_batch_end"
+            )
+        if self.arguments.setdefault(name, (arguments, options)) != (arguments, options):
+            raise CaptureError(f"training_step logs '{name}' in two ways, with {self.arguments[name]} and {options}")
+        self.logged.append((name, value))
 
 
 def _refuse(*_: Any) -> Any:
@@ -153,27 +145,6 @@ class _BatchIndex:
     __bool__ = __int__ = __index__ = __float__ = __str__ = __format__ = __hash__ = _refuse
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __floordiv__ = __truediv__ = _refuse
-
-
-def _loss_of(output: Any) -> Tensor:
-    if isinstance(output, Mapping):
-        if further := [name for name in output if name != "loss"]:
-            raise CaptureError(
-                f"training_step returns {further} beside the loss; a captured step computes the loss alone"
-            )
-        output = output["loss"]
-    if not isinstance(output, Tensor):
-        raise CaptureError(f"training_step returns {type(output).__name__}, not a loss")
-    return output
-
-
-def _is_same(value: Any, loss: Tensor) -> bool:
-    """Whether a value is the loss, or an alias of it."""
-    return value is loss or (
-        isinstance(value, Tensor)
-        and memory_of(value) == memory_of(loss)
-        and (value.shape, value.storage_offset()) == (loss.shape, loss.storage_offset())
-    )
 
 
 def _set_gradients(parameters: list[nn.Parameter], gradients: list[Tensor | None]) -> None:

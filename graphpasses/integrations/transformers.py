@@ -50,14 +50,16 @@ class CapturedSteps(StepsByShape):
             if callable(getattr(each, "train", None)):
                 each.train()
         batch = dict(inputs), num_items_in_batch
-        return self._step_for(
+        step = self._step_for(
             vars(self).setdefault("captured_steps", []),
             model,
             batch,
             lambda: self._capture(model, batch),
             "pad them to a fixed length (a data collator with padding='max_length'), drop the last batch "
             "(dataloader_drop_last=True), or set dynamic_shapes",
-        )(*batch)
+        )
+        loss: torch.Tensor = step(*batch)
+        return loss
 
     def _capture(self, model: nn.Module, batch: tuple[Any, ...]) -> CapturedStep:
         trainer: Any = self

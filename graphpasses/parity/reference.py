@@ -11,6 +11,7 @@ from graphpasses._torch.group_ranks import gathered, rank_of_world
 from graphpasses._torch.recorded_operator import Operator
 from graphpasses.capture.step_check import put_back
 from graphpasses.graph import CapturedStep
+from graphpasses.graph.returned import loss_of
 from graphpasses.graph.several_models import first_model
 from graphpasses.parity.first_difference import differing, first_difference, first_of_ranks
 from graphpasses.parity.location import Location
@@ -46,10 +47,10 @@ def locate_step(step: CapturedStep, loss_fn: Callable[..., Tensor], *batch: Any)
         'gelu'
     """
 
-    def eager() -> Tensor:
-        loss = loss_fn(first_model(step.model), *batch)
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
+    def eager() -> Any:
+        result = loss_fn(first_model(step.model), *batch)
+        loss_of(result).backward()
+        return result
 
     a, b = (_recorded(step, batch, run) for run in (eager, lambda: step(*batch)))
     found = first_difference(a, b)
@@ -60,7 +61,7 @@ def locate_step(step: CapturedStep, loss_fn: Callable[..., Tensor], *batch: Any)
     return Location(first_of_ranks(differences), differences)
 
 
-def _recorded(step: CapturedStep, batch: tuple[Any, ...], run: Callable[[], Tensor]) -> OperatorStep:
+def _recorded(step: CapturedStep, batch: tuple[Any, ...], run: Callable[[], Any]) -> OperatorStep:
     operators: list[Operator] = []
     model = step.model
     with put_back(step, batch), live_state_restored(model):
@@ -68,6 +69,6 @@ def _recorded(step: CapturedStep, batch: tuple[Any, ...], run: Callable[[], Tens
             parameter.grad = None
         start = values_of(model, step.batch_structure.leaves(batch), gradients=False)
         with operators_recorded(model, operators.append):
-            loss = run()
+            loss = loss_of(run()).detach()
         end = values_of(model, gradients=True, loss=loss)
     return OperatorStep(rank_of_world()[0], 0, start, operators, end)

@@ -25,6 +25,7 @@ from graphpasses.fsdp.layout import Layout, eager_layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.pass_report import PipelineReport
+from graphpasses.graph.returned import loss_of
 from graphpasses.parity.record import ChosenOperators, ParityRecorder
 from graphpasses.passes import default_pipeline
 from graphpasses.passes.runner import Pipeline
@@ -47,7 +48,8 @@ class Task:
         model: builds the model; called on every rank after the same seed.
         shard: shards it in place with ``fully_shard`` on a mesh of all ranks, as for eager training; its axis is
             ``"shard"``.
-        loss_fn: called as ``loss_fn(model, *batch)``; returns the rank's scalar loss.
+        loss_fn: called as ``loss_fn(model, *batch)``; returns the rank's scalar loss, or that and other values, as
+            :func:`graphpasses.capture_train_step` takes them.
         batch: called with the step and the rank; returns the arguments of ``loss_fn`` after the model, in a tuple,
             of the same shapes for every step and rank.
         optimizer: given the trainable parameters (default: AdamW with a learning rate of 1e-3).
@@ -60,7 +62,7 @@ class Task:
 
     model: Callable[[], nn.Module]
     shard: Callable[[nn.Module, DeviceMesh], object]
-    loss_fn: Callable[..., Tensor]
+    loss_fn: Callable[..., Any]
     batch: Callable[[int, int], tuple[Any, ...]]
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = _adamw
     name: str = ""
@@ -128,7 +130,7 @@ def train_eager(
         layout = _checked(model)[1] if dist.get_rank() == 0 else None
 
         def step(*batch: Any) -> Tensor:
-            loss = task.loss_fn(model, *batch)
+            loss: Tensor = loss_of(task.loss_fn(model, *batch))
             loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach()
 
@@ -283,7 +285,7 @@ def _train(
             for index in range(num_steps):
                 batch = task.batch(index, rank)
                 with recorder.operators(index, model, batch):
-                    loss = step(*batch)
+                    loss = loss_of(step(*batch))
                     optimizer.step()
                 recorder.record(index, loss, model)
                 optimizer.zero_grad()

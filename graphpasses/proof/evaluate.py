@@ -132,8 +132,8 @@ class Evaluation(Calls):
                 name = f"the gradient of {graph.identity.canonical(item.fqn)!r}"
                 if node is None:
                     continue
-            elif item.kind is OutputKind.LEFT:
-                name = f"what is left in {item.fqn!r}"
+            elif item.kind in (OutputKind.LEFT, OutputKind.RETURNED):
+                name = f"{item.kind.value} {item.fqn!r}"
             elif item.kind is OutputKind.VALUE:
                 name = f"output {index}"
             else:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.types import py_sym_types
 
 from graphpasses._torch import pytree
 from graphpasses._torch.schemas import is_tensor_subclass
@@ -34,7 +35,7 @@ def held_values(model: nn.Module) -> dict[str, Any]:
         for fqn, module in model.named_modules()
         if not isinstance(module, nn.parallel.DistributedDataParallel)  # which keeps its own accounts
         for name, value in vars(module).items()
-        if name not in _MODULE_STATE and (key_of(value).is_plain or _is_symbolic(value))
+        if name not in _MODULE_STATE and (key_of(value).is_plain or isinstance(value, py_sym_types))
     }
 
 
@@ -50,9 +51,10 @@ def changed_values(model: nn.Module, before: Mapping[str, Any]) -> dict[str, Any
 def read_before(fqn: str) -> str:
     """Says why an attribute is refused that forward reads and then sets."""
     return (
-        f"forward reads the attribute {fqn!r} and keeps a tensor in it, and a captured step would read the old one "
-        "at each call. If it is kept at the first call only, run loss_fn once before the capture; else make it a "
-        f"buffer, e.g. register_buffer({fqn.rpartition('.')[2]!r}, ..., persistent=False), which a step reads anew"
+        f"forward reads the attribute {fqn!r} and keeps a tensor, or its .item(), in it, and a captured step would "
+        "read the old one at each call. If it is kept at the first call only, run loss_fn once before the capture; "
+        f"else make it a buffer, e.g. register_buffer({fqn.rpartition('.')[2]!r}, ..., persistent=False), which a "
+        "step reads anew"
     )
 
 
@@ -66,12 +68,21 @@ def leave(model: nn.Module, fqn: str, value: Any) -> None:
 
 
 @contextmanager
-def shapes_kept(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[None]:
-    """Raises if the block, a step, gives a tensor of the model's modules or of the batch another shape in place."""
-    named = {name: each for name, each in batch.items() if isinstance(each, torch.Tensor)}
-    shapes = [(name, each, _shape(each)) for name, each in (*held_tensors(model).items(), *named.items())]
+def tensors_kept(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[None]:
+    """Raises if the block, a step, gives a tensor of the model or of the batch an attribute, or another shape in
+    place.
+    """
+    leaves = ((name, each) for name, each in batch.items() if isinstance(each, torch.Tensor))
+    named = [*held_tensors(model).items(), *model.named_parameters(), *leaves]
+    found = [(name, each, _shape(each), _attributes(each)) for name, each in named]
     yield
-    for name, tensor, before in shapes:
+    for name, tensor, before, attributes in found:
+        for attribute, value in _attributes(tensor).items():
+            if value is not attributes.get(attribute, named):
+                raise CaptureError(
+                    f"loss_fn sets an attribute {attribute!r} of {name!r}, and a captured step would not. Set one of "
+                    f"a module{_FIRST_CALL}"
+                )
         if str(now := _shape(tensor)) != str(before):  # a size that varies may be known by now
             raise CaptureError(
                 f"loss_fn gives {name!r} another shape in place ({before}, then {now}: sizes, strides), as "
@@ -88,53 +99,44 @@ class LeftTensors:
         self._held, self._values = held_tensors(model), held_values(model)
         self._known = {id(tensor) for _, tensor in _in_containers(model)}
 
-    def find(self, has_read: Callable[[nn.Module, str], bool]) -> dict[str, torch.Tensor]:
-        """Returns the tensors that the step left, by FQN; raises where a captured step could not leave them.
+    def find(self, has_read: Callable[[nn.Module, str], bool]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns what the step computed and left, by FQN, and the Python values; raises where a captured step could
+        not leave them.
 
         ``has_read`` says whether forward read an attribute of a module before it set it.
         """
         held = held_tensors(self._model)
-        left = {fqn: tensor for fqn, tensor in held.items() if tensor is not self._held.get(fqn)}
-        for fqn, tensor in left.items():
+        left: dict[str, Any] = {fqn: each for fqn, each in held.items() if each is not self._held.get(fqn)}
+        values = changed_values(self._model, self._values)
+        left |= {fqn: values.pop(fqn) for fqn in [*values] if isinstance(values[fqn], py_sym_types)}
+        for fqn, value in left.items():
             owner, _, name = fqn.rpartition(".")
             module = self._model.get_submodule(owner)
-            if is_tensor_subclass(tensor):
-                raise CaptureError(f"forward keeps a {type(tensor).__name__} in {fqn!r}; keep a plain tensor")
-            if name not in module._buffers and has_read(module, name):
-                raise CaptureError(read_before(fqn))
-            before, now = (_kind(each) for each in (self._held.get(fqn, tensor), tensor))
-            if name in module._buffers and before != now:
+            if is_tensor_subclass(value):
+                raise CaptureError(f"forward keeps a {type(value).__name__} in {fqn!r}; keep a plain tensor")
+            if name not in module._buffers:
+                if has_read(module, name):
+                    raise CaptureError(read_before(fqn))
+            elif (before := _kind(self._held[fqn])) != (now := _kind(value)):
                 raise CaptureError(
                     f"forward replaces buffer {fqn!r}, {before}, by {now}, and the next call would read another kind "
                     f"of tensor than was captured{_FIRST_CALL}"
                 )
         known = self._known | {id(each) for each in self._model.parameters()}  # an RNN's list of its weights
-        known |= {id(each) for each in held.values()}
-        for fqn, tensor in _in_containers(self._model):
-            if id(tensor) not in known:
+        known |= {id(each) for fqn, each in held.items() if fqn not in left}
+        for fqn, value in _in_containers(self._model):
+            if id(value) not in known:
                 raise CaptureError(
-                    f"forward keeps a tensor in the attribute {fqn!r}, in a container, and a captured step would "
-                    "not: what reads it later would find an old one. Keep it in an attribute, or a buffer, of its own"
+                    f"forward keeps a tensor, or its .item(), in the attribute {fqn!r}, in a container, and a "
+                    "captured step would not: what reads it later would find an old one. Keep it in an attribute, or "
+                    "a buffer, of its own"
                 )
-        return left
-
-    def find_values(self) -> dict[str, Any]:
-        """Returns the Python values that the step left, by FQN; raises where the batch decides which."""
-        values = changed_values(self._model, self._values)
-        if fqn := next((fqn for fqn, value in values.items() if _is_symbolic(value)), None):
-            raise CaptureError(
-                f"forward keeps in the attribute {fqn!r} a number that follows from the step's tensors, and a "
-                "captured step would not. Keep a tensor, e.g. loss.detach() for loss.item(), or compute it outside"
-            )
-        return values
+        return left, values
 
 
 _MODULE_STATE = frozenset(vars(nn.Module()))
+_COMPUTED = (torch.Tensor, *py_sym_types)
 _FIRST_CALL = ". If it does so at the first call only, run loss_fn once before the capture"
-
-
-def _is_symbolic(value: Any) -> bool:
-    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _shape(tensor: torch.Tensor) -> tuple[list[Any], ...]:
@@ -142,17 +144,23 @@ def _shape(tensor: torch.Tensor) -> tuple[list[Any], ...]:
     return [*tensor.shape], *strides
 
 
+def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    return {name: value for name, value in vars(tensor).items() if name[0] != "_"}
+
+
 def _kind(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype}{[*tensor.shape]} on {tensor.device}"
 
 
-def _in_containers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors in lists, tuples and dicts that are attributes of modules, with the attribute's FQN."""
+def _in_containers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields what is computed and stands in lists, tuples and dicts that are attributes of modules, with the
+    attribute's FQN.
+    """
     for fqn, module in model.named_modules():
         for name, value in vars(module).items():
-            if name not in ("_parameters", "_buffers", "_modules") and not isinstance(value, torch.Tensor):
+            if name not in ("_parameters", "_buffers", "_modules") and not isinstance(value, _COMPUTED):
                 for leaf in _leaves(value):
-                    if isinstance(leaf, torch.Tensor):
+                    if isinstance(leaf, _COMPUTED):
                         yield f"{fqn}.{name}".lstrip("."), leaf
 
 

@@ -316,9 +316,9 @@ def test_without_recapture() -> None:
 # ---- what is refused -----------------------------------------------------------------------------------------
 
 NO_DECISION = (
-    "What only cuts, splits or counts is no decision: write x[:n.item()] for x[:n] and x[:int(n)], x.shape[0] for "
-    "len(x), bincount(x, minlength=n)[:n] for bincount(x, minlength=n), and leave out a test that spares work where "
-    "there are no rows. Else compute with torch.where, or decide outside"
+    "What only cuts, splits, counts or is returned is no decision: write x.item() for int(x) and float(x), "
+    "x[:n.item()] for x[:n], x.shape[0] for len(x), bincount(x, minlength=n)[:n] for bincount(x, minlength=n), and "
+    "leave out a test that spares work where there are no rows. Else compute with torch.where, or decide outside"
 )
 RULE = f". A captured step decides by values of the batch, of buffers and of constants alone. {NO_DECISION}"
 

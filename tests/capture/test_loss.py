@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils._pytree import tree_flatten
 
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.capture import capture_train_step
@@ -36,36 +37,57 @@ class ModelOutput:
 Pair = namedtuple("Pair", ["total", "logits"])
 
 
+def flattened(result: Any) -> tuple[list[Any], Any]:
+    return tree_flatten(vars(result) if isinstance(result, ModelOutput) else result)
+
+
 @pytest.mark.parametrize(
-    ("wrap", "advice"),
+    "wrap",
     [
-        (ModelOutput, "a ModelOutput; return the loss alone: its .loss"),
-        (
-            lambda loss, logits: ModelOutput(None, logits),
-            "a ModelOutput; return the loss, a scalar floating-point tensor",
-        ),
-        (
-            lambda loss, logits: {"loss": loss, "aux": loss, "logits": logits},
-            "a dict; return the loss alone: its ['loss']",
-        ),
-        (lambda loss, logits: {"ce": loss, "z": loss}, "a dict; return the loss alone: its ['ce'] or ['z']"),
-        (lambda loss, logits: {"logits": logits}, "a dict; return the loss, a scalar floating-point tensor"),
-        (lambda loss, logits: (logits, loss), "a tuple; return the loss alone: its [1]"),
-        (Pair, "a Pair; return the loss alone: its [0]"),
-        (
-            lambda loss, logits: float(logits.numel()),
-            "a float; return the loss, a scalar floating-point tensor",
-        ),
+        ModelOutput,
+        Pair,
+        lambda loss, logits: [loss, {"accuracy": (logits > 0).float().mean(), "num": 2}, None],
+        lambda loss, logits: (loss, 2 * loss.item(), (logits > 0).sum().item()),
+        lambda loss, logits: {"logits": logits, "loss": loss, "log": {"loss": loss}},
     ],
 )
-def test_results_that_hold_a_loss(wrap: Callable[..., Any], advice: str) -> None:
+def test_results_that_hold_a_loss(wrap: Callable[..., Any]) -> None:
     def loss_fn(model: nn.Module, x: torch.Tensor) -> Any:
         logits = model(x)
         return wrap(logits.mean(), logits)
 
-    with pytest.raises(CaptureError) as caught:
-        capture_train_step(loss_fn, nn.Linear(4, 2), X)
-    assert str(caught.value) == f"loss_fn returned {advice}"
+    model, x = nn.Linear(4, 2), torch.randn(2, 4)
+    step = capture_train_step(loss_fn, model, X)
+    result, expected = step(x), loss_fn(model, x)
+    assert type(result) is type(expected)
+    (leaves, spec), (theirs, expected_spec), (others, _) = map(flattened, (result, expected, loss_fn(model, X)))
+    assert spec == expected_spec
+    for ours, other in zip(leaves, theirs, strict=True):
+        assert (
+            (same_bits(ours, other.detach()) and not ours.requires_grad) if torch.is_tensor(other) else ours == other
+        )
+    assert not same_bits(leaves[0], others[0].detach())
+    step.check(x)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "message"),
+    [
+        (
+            lambda loss, logits: (logits, loss),
+            "loss_fn must return a scalar floating-point tensor, it returned shape",
+        ),
+        (lambda loss, logits: ModelOutput(None, logits), "loss_fn returned a ModelOutput; return the loss, a scalar"),
+        (lambda loss, logits: {"logits": logits}, "loss_fn returned a dict; return the loss, a scalar"),
+        (lambda loss, logits: (loss, [object()]), "result[1][0] is a object; a captured step returns tensors"),
+    ],
+)
+def test_results_that_no_step_returns(wrap: Callable[..., Any], message: str) -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> Any:
+        logits = model(x)
+        return wrap(logits.mean(), logits)
+
+    assert refusal_of(lambda: capture_train_step(loss_fn, nn.Linear(4, 2), X)).startswith(message)
 
 
 def of_one_number(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -52,6 +52,17 @@ def test_a_change_that_nothing_sees(rewrite: Callable[[Any], Any]) -> None:
     assert str(caught.value).endswith("capture the step again")
 
 
+def test_a_returned_value_that_is_another() -> None:
+    unseen = Unseen()
+    step = capture_train_step(lambda model, x: (model(x).mean(), x * unseen.read(None)), nn.Linear(4, 4), X)
+    step.check(X)
+    unseen.read(2.0)
+    with pytest.raises(
+        FidelityError, match=r"the captured step computes another result\[1\] than eager on this batch: "
+    ):
+        step.check(X)
+
+
 def double_in_its_node(model: nn.Module) -> Any:
     """Doubles the gradient of a weight in the node that accumulates it, which has no list of its hooks."""
     view = model[0].weight.view_as(model[0].weight)

@@ -199,7 +199,8 @@ def test_loss_is_no_scalar() -> None:
 
 def test_loss_is_no_tensor() -> None:
     assert refusal(lambda model, x: None) == (
-        "loss_fn returned a NoneType; return the loss, a scalar floating-point tensor"
+        "loss_fn returned a NoneType; return the loss, a scalar floating-point tensor, a tuple that begins with it, "
+        "or a dict or an object that has it as its 'loss'"
     )
 
 

@@ -23,14 +23,14 @@ pytest.importorskip("lightning")
 
 CASES: dict[str, dict[str, Any]] = {
     "bf16": {},
+    "logs more": {"how": "logs and returns more"},
     "accumulated by three, clipped": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05},
 }
 
 REFUSED = {
     "reads the epoch": "'_trainer.fit_loop.epoch_progress.current.completed' was 0 when the step was captured",
     "reads batch_idx": "training_step reads its batch_idx",
-    "logs an accuracy": "training_step logs 'accuracy', which is not its loss",
-    "returns more": r"training_step returns \['scores'\] beside the loss",
+    "logs a metric": "training_step logs 'metric', a MeanMetric",
     "optimizes by itself": "the module optimizes by itself",
     "has a backward of its own": "the module has a backward of its own",
     "scales in a hook": "a hook scales the loss",
@@ -39,12 +39,14 @@ REFUSED = {
 
 def make_model(how: str) -> Any:
     """Returns a module that is sharded by its ``configure_model`` and does what a case says."""
+    import torchmetrics
     from lightning.pytorch import LightningModule
 
     class Model(LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+            self.metric = torchmetrics.MeanMetric() if how == "logs a metric" else None
             self.automatic_optimization = how != "optimizes by itself"
 
         def configure_model(self) -> None:
@@ -58,11 +60,14 @@ def make_model(how: str) -> Any:
             loss = nn.functional.cross_entropy(scores, labels)
             if (how == "reads the epoch" and self.current_epoch) or (how == "reads batch_idx" and batch_idx % 2):
                 loss = 2 * loss
-            if how == "logs an accuracy":
-                self.log("accuracy", (scores.argmax(-1) == labels).float().mean())
+            if how == "logs a metric":
+                self.log("metric", self.metric)
+            if how == "logs and returns more":
+                accuracy = (scores.argmax(-1) == labels).float().mean()
+                self.log_dict({"accuracy": accuracy, "largest": scores.max().item(), "two": 2.0}, on_epoch=True)
             self.log("loss", loss)
             self.log("mean loss", loss.detach(), on_step=True, on_epoch=True, sync_dist=True)
-            return {"loss": loss, "scores": scores} if how == "returns more" else loss
+            return {"loss": loss, "scores": scores} if how == "logs and returns more" else loss
 
         def validation_step(self, batch: tuple[Tensor, Tensor]) -> None:
             self.log(
@@ -102,7 +107,8 @@ def train(
     class Record(Callback):
         def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, *_: Any) -> None:
             metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
-            logs.append((outputs["loss"].item(), metrics, trainer.optimizers[0].param_groups[0]["lr"]))
+            results = {name: value.tolist() for name, value in outputs.items()}
+            logs.append((results, metrics, trainer.optimizers[0].param_groups[0]["lr"]))
 
         def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: Any) -> None:
             norms = [parameter.grad.full_tensor().norm().item() for parameter in module.parameters()]

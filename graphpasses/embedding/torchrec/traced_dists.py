@@ -1,4 +1,4 @@
-"""How ids go to the ranks that have their tables, and embeddings come back, traced in few steps and symbols.
+"""How ids go to the ranks that have their tables, traced in few steps and symbols.
 
 What a rank receives is known from less than TorchRec reads: a rank gets from itself what it sent; the rows that come
 from another rank follow from its batch size, and how many weights come from how many ids. So of each other rank a
@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphpasses._torch.dynamo import read_size
 from graphpasses.embedding.torchrec.patching import Patch, traced
-from graphpasses.ops.exchange_embeddings import EXCHANGE_EMBEDDINGS, send_and_wait
+from graphpasses.ops.exchange_embeddings import send_and_wait
 from graphpasses.ops.size_tensor import SIZE_TENSOR
 
 
@@ -145,44 +145,10 @@ def _permute(
     )
 
 
-@traced
-def _look_up(original: Callable[..., Any], self: Any, sparse_features: Any) -> Any:
-    """The original also makes what it returns where it has no tables."""
-    if sparse_features.variable_stride_per_key() or not len(self._emb_modules):
-        return original(self, sparse_features)
-    embeddings = self._forward(sparse_features.split(self._feature_splits))
-    return embeddings[0] if len(embeddings) == 1 else torch.cat(embeddings, dim=1)
-
-
-@traced
-def _send_pooled(
-    original: Callable[..., Any], self: Any, local_embs: Tensor, batch_size_per_rank: list[int] | None = None
-) -> Any:
-    """The original passes its arguments through four functions and an object of its own."""
-    from torchrec.distributed.comm_ops import get_gradient_division, pg_name
-    from torchrec.distributed.types import NoWait
-
-    group, dims = self._pg, self._dim_sum_per_rank
-    if not batch_size_per_rank or group.size() == 1 or self._codecs is not None or self._callbacks:
-        return original(self, local_embs, batch_size_per_rank)
-    own = group.rank()
-    num_rows = batch_size_per_rank[own]
-    received = EXCHANGE_EMBEDDINGS(
-        local_embs.view(-1),
-        [num_rows * dim if dim else 0 for dim in dims],
-        [size * dims[own] if dims[own] else 0 for size in batch_size_per_rank],
-        pg_name(group),
-        group.size() if get_gradient_division() else 1,
-    )
-    return NoWait(torch.ops.torchrec._split_1d_cat_2d(received, num_rows, dims))
-
-
 _DIST = "torchrec.distributed"
 _KEYED = "torchrec.sparse.jagged_tensor:KeyedJaggedTensor"
 TRACED_DISTS = (
     Patch(f"{_DIST}.dist_data:KJTAllToAll.forward", _exchange),
-    Patch(f"{_DIST}.dist_data:PooledEmbeddingsAllToAll.forward", _send_pooled),
     Patch(f"{_KEYED}.split", _split),
     Patch(f"{_KEYED}.permute", _permute),
-    Patch(f"{_DIST}.embedding_lookup:GroupedPooledEmbeddingsLookup.forward", _look_up),
 )

@@ -51,7 +51,6 @@ class MovableReduction:
     sent: float
     num_bytes: int  # of what is reduced
     then: tuple[MovableReduction, ...] = ()  # HSDP's all-reduces of the result
-    end: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +70,6 @@ class Segment:
 
     nodes: list[fx.Node]
     seconds: float
-    communicates: bool = False  # whether it is one node that launches a collective, or waits for one
     arriving: list[MovableGather] = field(default_factory=list)
     reducing: list[MovableReduction] = field(default_factory=list)
 
@@ -182,7 +180,6 @@ class Program:
             segment.arriving += arriving.get(node, ())
             segment.reducing += packed.get(node, ())
             segment.nodes.append(node)
-            segment.communicates = is_alone
             segment.seconds += moves.costs.seconds(node)
             if is_alone or node in packed or node in last_reads or segment.seconds > longest:
                 segments.append(Segment([], 0.0))

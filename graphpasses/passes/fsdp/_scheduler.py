@@ -8,32 +8,21 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from graphpasses.graph import WAIT
-from graphpasses.graph.nodes import collective_group
-from graphpasses.passes.fsdp._moves import MovableGather, MovableReduction, Program, Segment
-from graphpasses.passes.fsdp._timeline import Costs, Memory
+from graphpasses.passes.fsdp._moves import MovableGather, MovableReduction, Program
+from graphpasses.passes.fsdp._timeline import Costs, Timeline
 
 # A collective is launched when the one before it has less than this share of its own time left: launched later, the
 # wire may stand idle where operators take less time than was measured; earlier, it cannot give way to another.
 _AHEAD = 0.5
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """An order of a step's nodes."""
-
-    order: list[fx.Node]  # all but the output
-    seconds: float
-    peak: int  # bytes held at most
-    peaks: list[int]  # in each segment
-
-
-def lazy_schedule(program: Program, costs: Costs, num_reducing: int = 0) -> Schedule:
+def lazy_schedule(program: Program, costs: Costs, num_reducing: int = 0) -> Timeline:
     """Returns the order that gathers nothing ahead, so many reductions in flight; 0: in fewest bytes."""
-    return _Player(program, costs, num_reducing).play()
+    timeline, _ = _Player(program, costs, num_reducing).play()
+    return timeline
 
 
-def schedule(program: Program, costs: Costs, limit: float, num_reducing: int) -> Schedule:
+def schedule(program: Program, costs: Costs, limit: float, num_reducing: int) -> Timeline:
     """Returns the order in which a program's nodes are to run.
 
     It plays the step: before each segment, what may be sent is launched until the wires are busy beyond it. An
@@ -41,86 +30,69 @@ def schedule(program: Program, costs: Costs, limit: float, num_reducing: int) ->
     use if with it the step had to hold more than ``limit`` bytes until then, with so many reductions in flight;
     where gradients would, reductions are waited for.
     """
-    needs = lazy_schedule(program, costs, num_reducing).peaks
-    return _Player(program, costs, num_reducing, limit, needs).play()
+    _, needs = _Player(program, costs, num_reducing).play()
+    timeline, _ = _Player(program, costs, num_reducing, limit, needs).play()
+    return timeline
 
 
 class _Player:
     def __init__(
         self, program: Program, costs: Costs, num_reducing: int, limit: float | None = None, needs: Sequence[int] = ()
     ) -> None:
-        self._program, self._costs, self._latest = program, costs, _latest_starts(program)
+        self._program, self._latest = program, _latest_starts(program)
         self._limit, self._num_reducing, self._needs = limit, num_reducing, needs
-        self._order: list[fx.Node] = [*program.inputs]
-        self._emitted = set(self._order)
-        self._now = self._computed = 0.0
+        self._timeline = Timeline(costs, program.held)
+        self._emitted: set[fx.Node] = set()
+        self._emit(program.inputs)
         self._index = 0
-        self._memory = Memory(program.held)
-        self._free: defaultdict[object, float] = defaultdict(float)
-        self._ends: dict[fx.Node, float] = {}
         self._gathers: defaultdict[object, deque[MovableGather]] = defaultdict(deque)
         for gather in sorted(program.gathers, key=lambda each: self._latest[each].segment):
             self._gathers[gather.group].append(gather)
         self._ready: defaultdict[object, deque[MovableReduction]] = defaultdict(deque)
         self._in_flight: list[MovableReduction] = []
         self._ahead: deque[MovableGather] = deque()  # launched, and not yet used
-        self._peaks: list[int] = []
 
-    def play(self) -> Schedule:
+    def play(self) -> tuple[Timeline, list[int]]:
+        """Returns the order, and the bytes held at most in each segment."""
+        peaks, timeline = [], self._timeline
         for index, segment in enumerate(self._program.segments):
-            self._index, self._memory.peak = index, self._memory.held
+            self._index, timeline.peak = index, timeline.held
             self._follow_up()
             for gather in segment.arriving:
-                while gather.launch[-1] not in self._ends:
+                while gather.launch[-1] not in timeline.ends:
                     self._launch_gather(gather.group)
-            arrived = max([self._now, *(self._ends[each.launch[-1]] for each in segment.arriving)])
+            arrived = max([timeline.now, *(timeline.ends[each.launch[-1]] for each in segment.arriving)])
             self._launch_until(arrived + sum(each.unpacked for each in segment.arriving) + segment.seconds)
             for gather in segment.arriving:
-                self._arrive(gather)
+                self._ahead.remove(gather)
+                self._make_room(gather.copied)
+                self._emit(gather.arrive)
             for reduction in segment.reducing:
                 self._make_room(reduction.num_bytes)
                 self._leave_in_flight(max(0, self._num_reducing - 1))
-            self._run(segment)
+            self._emit(segment.nodes)
             for reduction in segment.reducing:
                 self._ready[reduction.group].append(reduction)
                 self._leave_in_flight(self._num_reducing)
-            self._peaks.append(self._memory.peak)
+            peaks.append(timeline.peak)
         while any(self._ready.values()) or self._in_flight:
             self._launch_until(float("inf"))
             self._wait_for_one()
-        return Schedule(self._order, max([self._now, *self._free.values()]), max(self._peaks), self._peaks)
-
-    def _run(self, segment: Segment) -> None:
-        """Runs nodes that keep their order; one that communicates is alone."""
-        if segment.communicates:
-            (node,) = segment.nodes
-            if node.target == WAIT:
-                self._now = max(self._now, self._ends.get(node.all_input_nodes[0], self._now))
-            else:
-                self._send(node, collective_group(node), self._costs.sent(node))
-        self._now += segment.seconds
-        self._computed += segment.seconds
-        self._order += segment.nodes
-        for node in segment.nodes:
-            self._memory.run(node)
+        timeline.peak = max(timeline.peak, *peaks)
+        return timeline, peaks
 
     def _emit(self, nodes: Iterable[fx.Node]) -> None:
-        """Runs nodes that move, but those that ran for another gather."""
+        """Runs nodes, but those that ran for another gather."""
         for node in nodes:
             if node not in self._emitted:
                 self._emitted.add(node)
-                self._order.append(node)
-                self._memory.run(node)
-
-    def _send(self, launch: fx.Node, group: object, seconds: float) -> float:
-        self._ends[launch] = self._free[group] = max(self._free[group], self._now) + seconds
-        return self._free[group]
+                self._timeline.run(node)
 
     def _launch_until(self, busy: float) -> None:
         """Launches what may be sent until each wire is busy until a moment, and a little longer."""
         for group in {**self._gathers, **self._ready}:
             while (chosen := self._choose(group)) is not None:
-                if self._free[group] > busy + _AHEAD * chosen.sent:
+                if self._timeline.free[group] > busy + _AHEAD * chosen.sent:
                     break
                 if isinstance(chosen, MovableGather):
                     self._launch_gather(group)
@@ -133,8 +105,8 @@ class _Player:
         reduction = ready[0] if ready else None
         if gather is None or reduction is None:
             return gather or reduction
-        start = max(self._free[group], self._now)
-        stalled = self._now - self._computed
+        now = self._timeline.now
+        start, stalled = max(self._timeline.free[group], now), now - self._timeline.compute
         return gather if start + reduction.sent > self._latest[gather].start + stalled else reduction
 
     def _has_room(self, gather: MovableGather) -> bool:
@@ -154,26 +126,19 @@ class _Player:
         self._make_room(gather.num_bytes)
         self._emit(gather.launch)
         self._ahead.append(gather)
-        self._send(gather.launch[-1], group, gather.sent)
 
     def _launch_reduction(self, group: object) -> None:
         reduction = self._ready[group].popleft()
         self._emit(reduction.launch)
-        reduction.end = self._send(reduction.launch[-1], group, reduction.sent)
         self._in_flight.append(reduction)
 
-    def _arrive(self, gather: MovableGather) -> None:
-        self._now = max(self._now, self._ends[gather.launch[-1]])
-        self._ahead.remove(gather)
-        self._make_room(gather.copied)
-        self._emit(gather.arrive)
-        self._now += gather.unpacked
-        self._computed += gather.unpacked
+    def _end_of(self, reduction: MovableReduction) -> float:
+        return self._timeline.ends[reduction.launch[-1]]
 
     def _make_room(self, num_bytes: int) -> None:
         """Waits for reductions until so many bytes more are within the limit, or none is left."""
         if self._limit is not None:
-            while self._memory.held + num_bytes > self._limit and self._wait_for_one():
+            while self._timeline.held + num_bytes > self._limit and self._wait_for_one():
                 pass
 
     def _leave_in_flight(self, most: int) -> None:
@@ -190,19 +155,19 @@ class _Player:
             if group is None:
                 return False
             self._launch_reduction(group)
-        self._wait_for(min(self._in_flight, key=lambda each: each.end))
+        self._wait_for(min(self._in_flight, key=self._end_of))
         return True
 
     def _wait_for(self, reduction: MovableReduction) -> None:
         self._in_flight.remove(reduction)
-        self._now = max(self._now, reduction.end)
         self._emit(reduction.arrive)
         for each in reduction.then:
             self._ready[each.group].append(each)
 
     def _follow_up(self) -> None:
         """Waits for the reductions that have ended and that others follow: HSDP's all-reduces need not be late."""
-        for reduction in [each for each in self._in_flight if each.then and each.end <= self._now]:
+        ended = [each for each in self._in_flight if each.then and self._end_of(each) <= self._timeline.now]
+        for reduction in ended:
             self._wait_for(reduction)
 
 

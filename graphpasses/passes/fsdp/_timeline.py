@@ -6,7 +6,7 @@ import functools
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -27,6 +27,8 @@ class Costs:
     def __init__(self, graph: TrainGraph, wire: Wire) -> None:
         self._measured, self._flops = graph.seconds, 1e12 * wire.speeds.flops
         self._on_wire = functools.cache(wire)
+        # How long a collective is on the wire of its group; or one of so many bytes.
+        self.sent: Callable[..., float] = functools.cache(self._sent)
         # Of a node how long it computes; those that launch, wait, or name a part of another take no time.
         self.seconds: Callable[[fx.Node], float] = functools.cache(self._seconds)
         self._bytes_per_second = 1e9 * wire.speeds.memory_bandwidth
@@ -54,8 +56,7 @@ class Costs:
         measured = self._of_call(node) if flops or num_bytes else 0.0
         return flops / self._flops + num_bytes / self._bytes_per_second if measured is None else measured
 
-    def sent(self, launch: fx.Node, num_bytes: int | None = None) -> float:
-        """Returns how long a collective, or one of so many bytes, is on the wire of its group."""
+    def _sent(self, launch: fx.Node, num_bytes: int | None = None) -> float:
         transfer = collective_transfer(launch)
         return self._on_wire(transfer if num_bytes is None else replace(transfer, num_bytes=num_bytes))
 
@@ -67,30 +68,6 @@ class Held:
     num_bytes: int
     made: fx.Node  # the node that allocates it
     readers: tuple[fx.Node, ...]  # in the order of the graph; it is freed after the last of them
-
-
-class Memory:
-    """What a step holds, as its nodes run one after the other."""
-
-    def __init__(self, held: Sequence[Held]) -> None:
-        self.held = self.peak = 0
-        self._made: defaultdict[fx.Node, int] = defaultdict(int)
-        self._read: defaultdict[fx.Node, list[int]] = defaultdict(list)
-        self._left = [len(each.readers) for each in held]
-        self._bytes = [each.num_bytes for each in held]
-        for index, each in enumerate(held):
-            self._made[each.made] += each.num_bytes
-            for reader in each.readers:
-                self._read[reader].append(index)
-
-    def run(self, node: fx.Node) -> None:
-        """Counts what a node allocates, and what is freed after it."""
-        self.held += self._made.get(node, 0)
-        self.peak = max(self.peak, self.held)
-        for index in self._read.get(node, ()):
-            self._left[index] -= 1
-            if not self._left[index]:
-                self.held -= self._bytes[index]
 
 
 def held_after(
@@ -118,57 +95,86 @@ def is_name(node: fx.Node) -> bool:
     return bool(is_view) or node.target in (WAIT, operator.getitem, *SAME_TENSOR_OPS)
 
 
-@dataclass(frozen=True)
 class Timeline:
-    """What a step's order comes to."""
+    """Plays a step, node by node, as :func:`graphpasses.scale.step_time.replay` does; and what its order comes to."""
 
-    seconds: float  # of the step
-    compute: float  # of all that is no collective
-    wire: float  # of the collectives of the group that has most of them
-    peak: int  # bytes of gathered parameters and gradients that are being reduced, at most
-    spans: tuple[Span, ...] = field(repr=False, compare=False)  # what computes and what is sent, and when
+    def __init__(self, costs: Costs, held: Sequence[Held]) -> None:
+        self._costs = costs
+        self.order: list[fx.Node] = []
+        self.now = self.compute = 0.0  # seconds: of the stream that computes, and of all that is no collective
+        self.free: defaultdict[object, float] = defaultdict(float)  # when the wire of each group is
+        self.ends: dict[fx.Node, float] = {}  # when each collective has arrived
+        self.held = self.peak = 0  # bytes of gathered parameters and gradients that are being reduced
+        self._bytes = [each.num_bytes for each in held]
+        self._left = [len(each.readers) for each in held]
+        self._made: defaultdict[fx.Node, int] = defaultdict(int)
+        self._read: defaultdict[fx.Node, list[int]] = defaultdict(list)
+        for index, each in enumerate(held):
+            self._made[each.made] += each.num_bytes
+            for reader in each.readers:
+                self._read[reader].append(index)
+        # Stretches in which nothing is waited for, with the number of operators; and what is sent.
+        self._computed: list[tuple[float, float, int]] = []
+        self._begun, self._num_operators = 0.0, 0
+        self._sent: list[tuple[fx.Node, object, float]] = []
+
+    def run(self, node: fx.Node) -> None:
+        """Runs a node: counts what it allocates, how long it takes, and what is freed after it."""
+        self.order.append(node)
+        self.held += self._made.get(node, 0)
+        self.peak = max(self.peak, self.held)
+        for index in self._read.get(node, ()):
+            self._left[index] -= 1
+            if not self._left[index]:
+                self.held -= self._bytes[index]
+        if node.target == WAIT:
+            arrived = self.ends.get(node.all_input_nodes[0], self.now)
+            if arrived > self.now:
+                self._computed.append((self._begun, self.now, self._num_operators))
+                self.now = self._begun = arrived
+                self._num_operators = 0
+        elif is_collective(node):
+            group, seconds = collective_group(node), self._costs.sent(node)
+            self.ends[node] = self.free[group] = max(self.free[group], self.now) + seconds
+            self._sent.append((node, group, seconds))
+        elif seconds := self._costs.seconds(node):
+            self.compute += seconds
+            self.now += seconds
+            self._num_operators += 1
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return max([self.now, *self.free.values()])
 
     @property
     def exposed(self) -> float:
         """How much longer the step takes than what it computes."""
         return self.seconds - self.compute
 
+    @property
+    def wire(self) -> float:
+        """Seconds of the collectives of the group that has most of them."""
+        sent: defaultdict[object, float] = defaultdict(float)
+        for _, group, seconds in self._sent:
+            sent[group] += seconds
+        return max(sent.values(), default=0.0)
 
-def replay_order(order: Sequence[fx.Node], costs: Costs, held: Sequence[Held]) -> Timeline:
-    """Plays a step, as :func:`graphpasses.scale.step_time.replay` does, and says what it holds and what runs when."""
-    now = computed = begun = 0.0
-    num_computed, memory = 0, Memory(held)
-    spans: list[Span] = []
-    free: dict[object, float] = {}
-    sent: dict[object, float] = {}
-    ends: dict[fx.Node, float] = {}
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """What computes and what is sent, and when."""
+        computed = [*self._computed, (self._begun, self.now, self._num_operators)]
+        spans = [Span("compute", start, end, f"{num} operators") for start, end, num in computed if num]
+        for node, group, seconds in self._sent:
+            transfer, end = collective_transfer(node), self.ends[node]
+            text = f"{transfer.collective}, {transfer.num_bytes / 1e6:,.1f} MB: {node.name}"
+            spans.append(Span(f"{transfer.num_ranks} ranks ({group})", end - seconds, end, text))
+        return tuple(spans)
+
+
+def replay_order(order: Iterable[fx.Node], costs: Costs, held: Sequence[Held]) -> Timeline:
+    """Plays a step in an order."""
+    timeline = Timeline(costs, held)
     for node in order:
-        memory.run(node)
-        if node.target == WAIT:
-            arrived = ends.get(node.all_input_nodes[0], now)
-            if arrived > now:
-                _add_compute(spans, begun, now, num_computed)
-                now = begun = arrived
-                num_computed = 0
-        elif is_collective(node):
-            group, seconds = collective_group(node), costs.sent(node)
-            ends[node] = free[group] = max(free.get(group, 0.0), now) + seconds
-            sent[group] = sent.get(group, 0.0) + seconds
-            spans.append(_sent_span(node, group, ends[node] - seconds, ends[node]))
-        elif seconds := costs.seconds(node):
-            computed, now, num_computed = computed + seconds, now + seconds, num_computed + 1
-    _add_compute(spans, begun, now, num_computed)
-    wire = max(sent.values(), default=0.0)
-    return Timeline(max([now, *free.values()]), computed, wire, memory.peak, tuple(spans))
-
-
-def _add_compute(spans: list[Span], start: float, end: float, num_operators: int) -> None:
-    """Adds a stretch in which nothing is waited for, if one is there."""
-    if num_operators:
-        spans.append(Span("compute", start, end, f"{num_operators} operators"))
-
-
-def _sent_span(node: fx.Node, group: object, start: float, end: float) -> Span:
-    transfer = collective_transfer(node)
-    text = f"{transfer.collective}, {transfer.num_bytes / 1e6:,.1f} MB: {node.name}"
-    return Span(f"{transfer.num_ranks} ranks ({group})", start, end, text)
+        timeline.run(node)
+    return timeline

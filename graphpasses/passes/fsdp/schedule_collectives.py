@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-
-from torch import fx
 
 from graphpasses.errors import PipelineError
 from graphpasses.fsdp.traffic import has_fixed_sizes
@@ -113,25 +111,26 @@ class ScheduleCollectives(GraphPass):
         program = Program(moves)
         gone = {*program.gone}
         prefetched = [node for node in moves.nodes if node not in gone]
-        given = _draw(graph, "FSDP2's order", prefetched, costs, program)
+        given = replay_order(prefetched, costs, program.held)
         budget = given.peak if self.budget is None else self.budget
-        found = [] if given.peak > budget else [(given.seconds, given.peak, prefetched, program)]
-        found += [
-            (each.seconds, each.peak, each.order, other)
+        played = [(given, program)]
+        played += [
+            (schedule(other, costs, budget, num_reducing), other)
             for other in _programs(moves, budget)
             for num_reducing in _NUM_REDUCING
-            if (each := schedule(other, costs, budget, num_reducing)).peak <= budget
         ]
+        found = [each for each in played if each[0].peak <= budget]
         if not found:
             least = min(lazy_schedule(each, costs).peak for each in (program, Program(moves, is_split=True)))
             raise PipelineError(
                 f"schedule-collectives: a budget of {budget} bytes is less than the {least} that gathered parameters "
                 "and gradients take in this step, however late they are gathered; give at least those"
             )
-        *_, order, program = min(found, key=lambda each: each[:2])
-        best = _draw(graph, "this order", order, costs, program)
+        best, program = min(found, key=lambda each: (each[0].seconds, each[0].peak))
+        for title, each in (("FSDP2's order", given), ("this order", best)):
+            graph.timelines.append(DrawnTimeline(title, each.seconds, each.exposed, each.spans))
         output = graph.graph.output_node()
-        for node in order:
+        for node in best.order:
             output.prepend(node)
         for node in reversed(program.gone):
             if node in program.replaced:
@@ -154,13 +153,6 @@ def _programs(moves: Moves, budget: int) -> Iterator[Program]:
     most = bisect.bisect_left(range(1, len(repeated) + 1), True, key=lambda num: not fits(num))
     for num in sorted({0, *(most * part // _PARTS for part in range(1, _PARTS + 1))}):
         yield keeping(num)
-
-
-def _draw(graph: TrainGraph, title: str, order: Sequence[fx.Node], costs: Costs, program: Program) -> Timeline:
-    """Plays an order, which the pass's report shows."""
-    timeline = replay_order(order, costs, program.held)
-    graph.timelines.append(DrawnTimeline(title, timeline.seconds, timeline.exposed, timeline.spans))
-    return timeline
 
 
 def _report(given: Timeline, best: Timeline, budget: int) -> str:

@@ -89,7 +89,8 @@ def test_more_memory_less_waiting(hybrid: bool) -> None:
         fsdp2 = timeline(Pipeline((PrefetchCollectives(),)).run(graph, prove=False))
         budgets = [fsdp2.peak + extra for extra in (0, 1_000, 3_000, 10**6)]
         found = [timeline(run(graph, budget)) for budget in budgets]
-        assert timeline(run(graph)) == found[0]
+        by_default = timeline(run(graph))
+        assert (by_default.seconds, by_default.peak) == (found[0].seconds, found[0].peak)
     for budget, each in zip(budgets, found, strict=True):
         assert each.peak <= budget
         assert each.seconds <= fsdp2.seconds
