@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from graphpasses._torch.fake_mode import fake_mode_of
 
 # What would let two operators become another, or an operator become an approximation.
 _EXACT = {
@@ -70,6 +73,16 @@ def fused_multiply_add(a: Any, b: Any, c: Any) -> Any:
     return inductor_prims.fma(a, b, c)
 
 
+def trace_exactly(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """Returns the operators that a function on tensors calls, for inputs of known sizes."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with mode, torch.no_grad():
+        fakes = [
+            torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device) for each in inputs
+        ]
+        return make_fx(function, decomposition_table=_views())(*fakes)
+
+
 @functools.cache
 def _views() -> dict[Any, Any]:
     """Returns how Inductor writes views that it has no lowering for, such as ``t``."""
@@ -88,12 +101,10 @@ def compile_exactly(function: Callable[..., Any], inputs: Sequence[torch.Tensor]
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
-    mode = FakeTensorMode(shape_env=ShapeEnv())  # of known sizes
-    with mode, torch.no_grad():
-        fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in inputs]
-        traced = make_fx(function, decomposition_table=_views())(*fakes)
+    traced = trace_exactly(function, inputs)
+    fakes = [node.meta["val"] for node in traced.graph.find_nodes(op="placeholder")]
     # Without these Inductor keeps nothing on disk of what is no graph of AOTAutograd's.
-    kept, context = functorch_config.patch(bundled_autograd_cache=False), TracingContext(mode)
+    kept, context = functorch_config.patch(bundled_autograd_cache=False), TracingContext(fake_mode_of(fakes))
     with config.patch(_EXACT), kept, tracing(context), torch.no_grad():
         compiled: Any = compile_fx_inner(traced, fakes)
     return Kernel(compiled.current_callable, compiled._fx_graph_cache_key)
