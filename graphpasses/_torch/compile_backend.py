@@ -1,9 +1,8 @@
 """A backend of ``torch.compile`` that wraps each call of what it compiled.
 
-``torch.compile`` gives a backend no say in a call before Dynamo has traced it. A :class:`Backend` has one: the object
-that compiles functions for it (torch's ``OptimizeContext``) gets a subclass of its own. To reach that object, which
-``torch.compile`` makes and calls at once, ``OptimizeContext.__call__`` is replaced from the moment in which torch
-looks the backend up to that call. Between calls of ``torch.compile`` nothing of torch is replaced.
+``torch.compile`` gives a backend no say in a call before Dynamo has traced it. A :class:`Backend` has one: what
+``torch.compile`` calls to compile a function (``OptimizeContext.__call__``) is replaced, once this file was imported,
+by what knows such backends, and leaves all others to torch.
 
 Dynamo keeps what it compiled with the code of a function, which all instances of a class share. Each call of
 ``torch.compile`` for a :class:`Backend` gets entries of its own there, which go with what it returned.
@@ -12,19 +11,15 @@ Dynamo keeps what it compiled with the code of a function, which all instances o
 from __future__ import annotations
 
 import functools
-import sys
-import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from types import CodeType
 from typing import Any
-from weakref import WeakSet
 
 from torch import fx, nn
 from torch._dynamo import config, eval_frame
-from torch._dynamo.backends import registry
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.guards import DeletedGuardManagerWrapper
 from torch._dynamo.utils import CleanupManager, get_metrics_context
@@ -63,7 +58,7 @@ class Backend:
         when_recorded: Callable[[], None] = lambda: None,
     ) -> None:
         functools.update_wrapper(self, compile_graph)
-        self.__name__, self.__qualname__ = compile_graph.__name__, compile_graph.__qualname__
+        self.__qualname__ = compile_graph.__qualname__
         self._compile_graph = compile_graph
         self.wrap = wrap
         self.while_tracing = while_tracing
@@ -75,55 +70,6 @@ class Backend:
     def __reduce__(self) -> str:
         return self.__qualname__  # a copied or unpickled model has the same backend
 
-    @contextmanager
-    def expected(self) -> Iterator[None]:
-        """Surrounds a call of ``torch.compile`` that is given the backend itself; its name needs no such block."""
-        _expect()
-        try:
-            yield
-        finally:
-            _expect_no_more()
-
-    # How a backend notices that it is looked up: torch 2.15 says so, by its public `_dynamo_backend_init`; torch 2.13
-    # sets `_tags` when it registers what an entry point named; torch 2.14 does neither.
-
-    def _dynamo_backend_init(self) -> None:
-        _expect()
-
-    @property
-    def _tags(self) -> tuple[str, ...]:
-        return ()
-
-    @_tags.setter
-    def _tags(self, _: tuple[str, ...]) -> None:
-        name = self.__name__
-        registry._COMPILER_FNS[_Name(name)] = registry._COMPILER_FNS.pop(name)
-        _expect()
-
-    def found_by_name(self) -> Backend:
-        """Returns the backend, which an entry point names; torch 2.14 has it registered before."""
-        if hasattr(registry, "_BACKEND_TAGS") and not hasattr(eval_frame, "_maybe_fire_backend_init"):
-            name = _Name(self.__name__)
-            name.awaits_registration = True
-            registry._COMPILER_FNS[name] = self
-        return self
-
-
-class _Name(str):
-    """A backend's name as a key of torch's registry: it notices that it is looked up."""
-
-    awaits_registration = False  # torch, which imports the backend now, registers it after
-    __hash__ = str.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        asking = sys._getframe(1).f_code
-        if asking is registry.lookup_backend.__code__:
-            _expect()
-        elif asking is registry.register_backend.__code__ and self.awaits_registration:
-            self.awaits_registration = False
-            return False
-        return str.__eq__(self, other)
-
 
 def uncompiled(compiled: Call) -> Call:
     """Returns the function that a compiled one was made of."""
@@ -134,38 +80,6 @@ def uncompiled(compiled: Call) -> Call:
 def uncompiled_module(module: nn.Module) -> nn.Module:
     """Returns the module of which ``torch.compile`` made one; another as it is."""
     return module._orig_mod if isinstance(module, OptimizedModule) else module
-
-
-# ---- from the lookup to the object that compiles -------------------------------------------------------
-
-_LOCK = threading.Lock()
-_EXPECTING: WeakSet[threading.Thread] = WeakSet()  # threads that looked a backend up, and did not compile yet
-_COMPILE = eval_frame.OptimizeContext.__call__
-
-
-def _expect() -> None:
-    with _LOCK:
-        _EXPECTING.add(threading.current_thread())
-        eval_frame.OptimizeContext.__call__ = _compile_first  # type: ignore[method-assign]
-
-
-def _expect_no_more() -> None:
-    with _LOCK:
-        _EXPECTING.discard(threading.current_thread())
-        if not _EXPECTING:
-            eval_frame.OptimizeContext.__call__ = _COMPILE  # type: ignore[method-assign]
-
-
-def _compile_first(self: Any, fn: Any) -> Any:
-    _expect_no_more()
-    backend = eval_frame.innermost_backend(self.callback)
-    backend = getattr(backend, "compiler_fn", backend)
-    if not isinstance(backend, Backend):
-        return _COMPILE(self, fn)
-    self.__class__ = _Context
-    frames = self.callback  # asked for every frame; what it calls converts those that are not skipped
-    frames._torchdynamo_orig_backend = _Converter(frames._torchdynamo_orig_backend, backend.while_tracing)
-    return self(fn)
 
 
 class _Region:
@@ -239,35 +153,45 @@ class _Converter:
         return clone
 
 
-class _Context(eval_frame.OptimizeContext):
-    """What compiles functions for a backend, also for copies of a compiled module."""
+_COMPILE = eval_frame.OptimizeContext.__call__
 
-    @property
-    def backend(self) -> Backend:
-        backend: Any = eval_frame.innermost_backend(self.callback)  # type: ignore[arg-type]
-        return getattr(backend, "compiler_fn", backend)  # type: ignore[no-any-return]
 
-    def __call__(self, fn: Any) -> Any:
-        backend: Any = eval_frame.innermost_backend(self.callback)  # type: ignore[arg-type]
-        if self._isolate_recompiles_id < 0:  # also in copies of this
-            frames: Any = self.callback
-            frames._torchdynamo_orig_backend.region = region = _Region(self)
-            self._isolate_recompiles_id = region.number
-            weakref.finalize(self, eval_frame.cached_backends.pop, id(backend), None).atexit = False
-        if isinstance(fn, nn.Module):  # makes an OptimizedModule, which calls this again with a function
-            token = _ROOT.set(fn)
-            try:
-                module = _COMPILE(self, fn)
-            finally:
-                _ROOT.reset(token)
-            object.__setattr__(module, "__class__", CompiledModule)
-            return module
-        compiled = _COMPILE(self, fn)  # what the class has may be `_compile_first`, for another thread
-        if isinstance(fn, type):
-            return compiled
-        root = _ROOT.get()
-        call = self.backend.wrap(fn if root is None else root, compiled, getattr(backend, "kwargs", {}))
-        return functools.wraps(compiled)(call)
+def _compile(self: Any, fn: Any) -> Any:
+    """Compiles a function, or module, for a backend as torch does; also for copies of a compiled module."""
+    backend, keywords = _backend_of(self)
+    if not isinstance(backend, Backend):
+        return _COMPILE(self, fn)
+    frames = self.callback  # asked for every frame; what it calls converts those that are not skipped
+    convert = frames._torchdynamo_orig_backend
+    if not isinstance(convert, _Converter):
+        convert = frames._torchdynamo_orig_backend = _Converter(convert, backend.while_tracing)
+    if convert.region is None or self._isolate_recompiles_id < 0:  # also in copies of this
+        convert.region = region = _Region(self)
+        self._isolate_recompiles_id = region.number
+        remembered = id(eval_frame.innermost_backend(frames))
+        weakref.finalize(self, eval_frame.cached_backends.pop, remembered, None).atexit = False
+    if isinstance(fn, nn.Module):  # makes an OptimizedModule, which calls this again with a function
+        token = _ROOT.set(fn)
+        try:
+            module = _COMPILE(self, fn)
+        finally:
+            _ROOT.reset(token)
+        object.__setattr__(module, "__class__", CompiledModule)
+        return module
+    compiled = _COMPILE(self, fn)
+    if isinstance(fn, type):
+        return compiled
+    root = _ROOT.get()
+    return functools.wraps(compiled)(backend.wrap(fn if root is None else root, compiled, keywords))
+
+
+def _backend_of(context: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns the backend for which a context compiles, and the keywords that the user gave for it."""
+    backend = eval_frame.innermost_backend(context.callback)
+    return getattr(backend, "compiler_fn", backend), getattr(backend, "kwargs", {})
+
+
+eval_frame.OptimizeContext.__call__ = _compile  # type: ignore[method-assign]
 
 
 class CompiledModule(OptimizedModule):
@@ -297,14 +221,14 @@ class CompiledModule(OptimizedModule):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Refuses to compile what is compiled, as ``TrainPipelinePT2`` would."""
-        name = self.dynamo_ctx.backend.__name__
+        name = _backend_of(self.dynamo_ctx)[0].__name__
         raise UnsupportedError(
             f"{type(self._orig_mod).__name__} is compiled already, for the backend {name!r}: what compiles its model "
             f"by itself, as TrainPipelinePT2 does, takes the uncompiled one, and TorchCompileConfig(backend={name!r})"
         )
 
     def _record(self, args: Any, kwargs: Any) -> fx.Proxy:
-        self.dynamo_ctx.backend.when_recorded()
+        _backend_of(self.dynamo_ctx)[0].when_recorded()
         proxy: fx.Proxy = next(filter(_is_proxy, pytree.tree_leaves((args, kwargs))))
 
         def call(args: Any, kwargs: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import types
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -12,7 +13,17 @@ import torch._utils
 import torch.distributed as dist
 from torch._functorch._activation_offloading import offload_ops
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental._context_parallel import _attention
 from torch.utils import _runtime_estimation
+
+from graphpasses._torch.schemas import named_values
+
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_SEQUENCE = 2  # dim of queries, keys and values
+
+_Ring = Callable[..., tuple[torch.Tensor, ...]]
 
 # Of the operators that offload activations.
 _kernels: Any = torch.library.Library("ao", "IMPL")  # type: ignore[no-untyped-call]
@@ -77,3 +88,23 @@ def use_cpu_as_accelerator(backend: str) -> None:
         c10d.set_timeout = lambda timeout, group=None: distributed_c10d._set_pg_timeout(timeout, group)
     dist.Backend.default_device_backend_map["cpu"] = backend
     _offload_to_cpu_from_cpu()
+    _let_cpu_attention_run_in_rings()
+
+
+def _let_cpu_attention_run_in_rings() -> None:
+    """Registers the attention that a CPU has where context parallelism knows those of GPUs, before it is enabled."""
+    forward: Any = _attention._templated_ring_attention
+    backward = functools.partial(_attention._templated_ring_attention_backward, grad_out_name="grad_out")
+    _attention.custom_ops[_FORWARD] = functools.partial(_in_rings, forward)
+    _attention.custom_ops[_BACKWARD] = functools.partial(_in_rings, backward)
+
+
+def _in_rings(ring: _Ring, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[DTensor, ...]:
+    """Calls ``ring`` on this rank's parts of a sequence; results are sharded as the arguments are."""
+    (spec,) = {(each.device_mesh, each.placements) for each in args if isinstance(each, DTensor)}
+    mesh, placements = spec
+    local = [each.to_local() if isinstance(each, DTensor) else each for each in args]
+    given = named_values(op, local, kwargs)
+    del given["attn_mask"]  # which rings do not have
+    found = ring(mesh.get_group(), _SEQUENCE, op, **given)
+    return tuple(DTensor.from_local(each, mesh, placements, run_check=False) for each in found)

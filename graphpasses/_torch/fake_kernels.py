@@ -10,6 +10,8 @@ import torch
 from torch import _meta_registrations
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from graphpasses._torch.schemas import named_values
+
 aten = torch.ops.aten
 
 
@@ -40,8 +42,7 @@ def _ctc_loss_backward(mode: FakeTensorMode, _: Any, gradient: torch.Tensor, sco
 def _efficient_attention(mode: FakeTensorMode, operator: Any, *args: Any, **kwargs: Any) -> Any:
     """Returns seed and offset where the kernel leaves them unless a CUDA graph is recorded."""
     meta = getattr(_meta_registrations, f"meta_{operator._schema.name.removeprefix('aten::')}")
-    names = (argument.name for argument in operator._schema.arguments)
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = named_values(operator, args, kwargs)
     device = torch.device("cpu") if given.get("dropout_p") else _device_of_no_seeds(given["query"].device)
     with mode:
         output, logsumexp, _, _, *sizes = meta(*args, **kwargs)
@@ -60,7 +61,7 @@ def _arange(mode: FakeTensorMode, _: Any, *args: Any, **kwargs: Any) -> Any:
         return torch.empty(math.ceil((end - start) / step), **kwargs)
 
 
-def _unbind(tensor: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...]:
+def unbind(tensor: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...]:
     """Selects as the kernel does; torch's splits, and leaves a dim of which it does not know that it has one item."""
     return tuple(tensor.select(dim, index) for index in range(tensor.shape[dim]))
 
@@ -92,6 +93,3 @@ FAKE_RESULTS: dict[Any, Any] = {
     aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
     aten._efficient_attention_forward.default: _efficient_attention,
 }
-
-# What computes fake results where sizes are symbols, for torch's own.
-DECOMPOSITIONS: dict[Any, Any] = {aten.unbind.int: _unbind}

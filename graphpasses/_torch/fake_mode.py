@@ -24,7 +24,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._mode_utils import no_dispatch
 
 from graphpasses._torch import pytree
-from graphpasses._torch.fake_kernels import DECOMPOSITIONS, FAKE_RESULTS
+from graphpasses._torch.fake_kernels import FAKE_RESULTS, unbind
 from graphpasses._torch.schemas import writes_arguments
 from graphpasses._torch.tested_versions import RELEASE
 from graphpasses.gc_pause import objects_made_in_pause
@@ -151,13 +151,13 @@ def strides_of_kernels() -> Iterator[None]:
         **{operator: functools.partial(_in_format_of, index) for operator, index in _IN_FORMAT_OF.items()},
     }
     table = {op: _with_strides(decomposition_table[op], restride) for op, restride in strides.items()}
-    table |= {op: _with_statistics(table.get(op, decomposition_table[op])) for op in _NORMS} | DECOMPOSITIONS
+    table |= {op: _with_statistics(table.get(op, decomposition_table[op])) for op in _NORMS}
+    table[aten.unbind.int] = unbind  # where sizes are symbols
     fakes: dict[Any, Any] = {
         operator: functools.partial(_view, op_implementations_dict[operator])
         for operator in (aten.view.default, aten._unsafe_view.default)
     }
-    fakes |= dict.fromkeys(_NORMS, _norm)
-    fakes |= FAKE_RESULTS
+    fakes |= dict.fromkeys(_NORMS, _norm) | FAKE_RESULTS
     replace: Any = mock.patch.object
     order = functools.partial(_dim_order, _prims_common.compute_elementwise_output_logical_to_physical_perm)
     grouped_mm = functools.partial(_grouped_mm, _meta_registrations._meta_grouped_mm_common)

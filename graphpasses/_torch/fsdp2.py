@@ -164,16 +164,8 @@ def _is_up_to_date(parameter: FSDPParam, mesh: FSDPMeshInfo) -> bool:
     return mesh.shard_mesh_rank >= len(shards) or same_bits(shard.to(whole.dtype), shards[mesh.shard_mesh_rank])
 
 
-def parameter_groups(model: nn.Module) -> tuple[ParameterGroup, ...]:
-    """Reads every group of a model, nested groups before the ones around them; none if it was never sharded.
-
-    Raises where :func:`read_groups` does.
-    """
-    return tuple(read_groups(model).values())
-
-
 def read_groups(model: nn.Module) -> dict[FSDPParamGroup, ParameterGroup]:
-    """Reads every group of a model, in the order of :func:`parameter_groups`.
+    """Reads every group of a model, nested groups before the ones around them; none if it was never sharded.
 
     Raises where a group reduces in a way that no functional collective can express, FSDP2 refuses to run it, or it
     reaches outside the model.
@@ -375,11 +367,13 @@ def mesh_ranks(group: FSDPParamGroup) -> tuple[int, ...]:
     return tuple(group.mesh_info.mesh.mesh.flatten().tolist())
 
 
-def refuse_partial_reduction(group: FSDPParamGroup) -> None:
-    """Raises where a group that reduces in an order of its own is to keep sums over its shards alone."""
-    if group.reduce_grads and not group.all_reduce_grads and replicate_group(group) is not None:
+def reduces_partly(group: FSDPParamGroup) -> bool:
+    """Whether a group keeps sums over its shards alone; raises if it reduces in an order of its own then."""
+    is_partial = group.reduce_grads and not group.all_reduce_grads and replicate_group(group) is not None
+    if is_partial and own_reduction(group) is not None:
         raise UnsupportedError(
             f"FSDP2 group {group_name(group)!r} is to keep gradients that are reduced over its shards "
             "and not over its replicas (set_requires_all_reduce(False)), which would be added in another order than "
             "canonical_reductions has. Reduce the gradients of each microbatch, and add them with MicrobatchTree"
         )
+    return is_partial

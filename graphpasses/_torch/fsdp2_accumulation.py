@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.dtensor import local_part
-from graphpasses._torch.fsdp2 import fsdp_groups, own_reduction, refuse_partial_reduction, replicate_group
+from graphpasses._torch.fsdp2 import fsdp_groups, reduces_partly
 from graphpasses._torch.fsdp2_dtypes import KEEPS_GRADIENT_DTYPES
 from graphpasses.errors import CaptureError
 
@@ -57,7 +57,7 @@ class Accumulators:
     def kept(self) -> frozenset[str]:
         """The places where the next backward leaves gradients unreduced."""
         parameters = (fqn for fqn, (group, _) in self.parameters.items() if not group.reduce_grads)
-        groups = (f"group {index}" for index, group in enumerate(self.groups) if _is_partial(group))
+        groups = (f"group {index}" for index, group in enumerate(self.groups) if reduces_partly(group))
         return frozenset((*parameters, *groups))
 
     def pending(self) -> dict[str, torch.Tensor]:
@@ -67,7 +67,7 @@ class Accumulators:
             if group.reduce_grads and (gradient := unreduced_gradient(parameter)) is not None:
                 found[fqn] = self._local(fqn, gradient)
         for index, group in enumerate(self.groups):
-            is_pending = group._partial_reduce_output is not None and group.reduce_grads and not _is_partial(group)
+            is_pending = group._partial_reduce_output is not None and group.reduce_grads and not reduces_partly(group)
             if is_pending and (packed := self._packed(group)) is not None:
                 found[f"group {index}"] = packed.view(1, -1)  # as a graph reduces
         return found
@@ -156,12 +156,6 @@ class Accumulators:
 
     def _group(self, place: str) -> FSDPParamGroup:
         return self.groups[int(place.removeprefix("group "))]
-
-
-def _is_partial(group: FSDPParamGroup) -> bool:
-    if own_reduction(group) is not None:
-        refuse_partial_reduction(group)
-    return group.reduce_grads and not group.all_reduce_grads and replicate_group(group) is not None
 
 
 def unreduced_gradient(parameter: FSDPParam) -> torch.Tensor | None:

@@ -40,15 +40,18 @@ _RETURNS_STREAM = "post_reduce_stream" in _post_backward.__code__.co_varnames
 def prepare_for_tracing(model: nn.Module) -> None:
     """Lets FSDP2 settle what it settles at the first forward, and shards every parameter.
 
-    Raises where `parameter_groups` does, and where a group communicates in a way that a graph cannot, gathers
+    Raises where `read_groups` does, and where a group communicates in a way that a graph cannot, gathers
     its parameters otherwise than by copying them, or keeps them on the CPU.
     """
-    fsdp2.parameter_groups(model)
+    fsdp2.read_groups(model)
     fsdp2.refuse_custom_communication(fsdp_groups(model))
     inside: set[nn.Module] = set()
     for module, state in fsdp_states(model):
         if module not in inside:  # a root: the first that runs forward
-            _settle(state)
+            try:
+                state._lazy_init()
+            except (RuntimeError, AssertionError) as error:  # a group of modules without a module around them, say
+                raise CaptureError(f"FSDP2 refuses the model: {error}") from error
             if getattr(state._state_ctx, "manual_backward_finalization", False):  # 2.15 has it
                 raise UnsupportedError(
                     "FSDP2's root module is to be finalized by hand (set_manual_backward_finalization), and a "
@@ -72,13 +75,6 @@ def prepare_for_tracing(model: nn.Module) -> None:
         if not is_fake(parameter._sharded_local_tensor):
             # Made by a later evaluation under inference_mode, no training could gather into it.
             unsharded_leaf(owner, parameter)
-
-
-def _settle(state: FSDPState) -> None:
-    try:
-        state._lazy_init()
-    except (RuntimeError, AssertionError) as error:  # a group of modules without a module around them, for example
-        raise CaptureError(f"FSDP2 refuses the model: {error}") from error
 
 
 @contextmanager
@@ -253,7 +249,7 @@ def _reduce(group: FSDPParamGroup, index: int, call: dict[str, Any], reductions:
     num_shards = process_group.size()
     dtype = call["reduce_dtype"] or gradients[0].dtype
     predivide, postdivide, *ops = fsdp2.divide_factors(group, process_group, all_reduce_group, dtype)
-    # PREMUL_SUM by one is a sum; others are refused before the trace, see `parameter_groups`.
+    # PREMUL_SUM by one is a sum; others are refused before the trace, see `read_groups`.
     reduce_scatter_op, all_reduce_op = (fsdp2.op_name(op) or "sum" for op in ops)
     rows = [
         torch.cat(gradient.chunk(num_shards, p.fsdp_placement.dim))

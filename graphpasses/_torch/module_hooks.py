@@ -1,19 +1,23 @@
-"""The hooks of modules, and whether torch.compile has wrapped one."""
+"""The dicts of modules, hooks among them: what is there, whether it was written; and whether one is compiled."""
 
 from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
+from torch._C._dynamo.guards import TensorGuards, dict_version
 from torch.nn.modules import module as torch_module
 
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""The names under which a module's ``__dict__`` has the dicts of its hooks."""
-_hooks_of = operator.itemgetter(*HOOKS)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_hooks_of = operator.itemgetter(*_HOOKS)
+parts_of = operator.itemgetter("_parameters", "_buffers", "_modules", *_HOOKS)
+"""Returns the dicts that a module's ``__dict__`` has: of its parameters, its buffers, its modules, and its hooks."""
+_HOOKS_OF_TENSORS = tuple(map(operator.attrgetter, ("_backward_hooks", "_post_accumulate_grad_hooks")))
 
 
 def hook_ids(module: nn.Module) -> tuple[int, ...]:
@@ -46,3 +50,23 @@ def is_compiled(module: nn.Module) -> bool:
     eval_frame = sys.modules.get("torch._dynamo.eval_frame")
     is_optimized = eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
     return is_optimized or module._compiled_call_impl is not None
+
+
+def dict_versions(dicts: Iterable[dict[Any, Any]]) -> list[int]:
+    """Returns a number of each dict, which is another one after each write that changes it."""
+    return [*map(dict_version, dicts)]
+
+
+def guard_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+    """Returns what says of tensors whether they have the classes, dtypes, devices, shapes and ``requires_grad`` of
+    these, one by one; None where torch has no guard.
+    """
+    if any(tensor.layout is not torch.strided or tensor.is_nested for tensor in tensors):
+        return None
+    guards: Any = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    return guards.check  # type: ignore[no-any-return]
+
+
+def have_hooks(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether a hook waits for a gradient of a tensor."""
+    return any(any(map(each, tensors)) for each in _HOOKS_OF_TENSORS)

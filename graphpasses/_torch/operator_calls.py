@@ -141,8 +141,7 @@ class OperatorCalls(OperatorRecorder):  # type: ignore[no-untyped-call]
             self._kept.append(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
 
     def _save(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        for index, name in facts.arguments_to_save(func):
-            value = args[index] if index < len(args) else kwargs.get(name)
+        for value in facts.arguments_to_save(func, args, kwargs):
             if isinstance(value, torch.Generator):
                 self._generators.setdefault(id(value), (value, value.get_state()))
             for tensor in tensors(value):

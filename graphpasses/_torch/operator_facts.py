@@ -17,7 +17,7 @@ from graphpasses._torch.fake_mode import is_fake, outside_tracing
 from graphpasses._torch.group_ranks import named_group_ranks
 from graphpasses._torch.pytree import tree_leaves
 from graphpasses._torch.recorded_operator import Operator
-from graphpasses._torch.schemas import inner_names, out_of_place_view, written_names
+from graphpasses._torch.schemas import bound_arguments, inner_names, out_of_place_view, written_names
 
 # typing_extensions wraps what torch deprecates.
 _OWN = str(Path(__file__).parents[1])
@@ -160,9 +160,8 @@ def arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tupl
     """Returns the arguments of a call, groups as their ranks: of two equal meshes DTensor may take either's group."""
     if getattr(func, "namespace", "") not in FUNCTIONAL:
         return (*args, *kwargs.values())
-    names = (argument.name for argument in func._schema.arguments)
-    named = (*zip(names, args, strict=False), *kwargs.items())
-    return tuple(named_ranks(func, name, value) or value for name, value in named)
+    given = bound_arguments(func, args, kwargs)
+    return tuple(named_ranks(func, argument.name, value) or value for argument, value in given)
 
 
 def with_sources(
@@ -191,13 +190,11 @@ def _sources(func: Any) -> tuple[tuple[tuple[int, str], ...], ...]:
     return tuple(tuple((p, name) for p, name, info in aliased if info.before_set & each) for each in sets)
 
 
-@cache
-def arguments_to_save(func: Any) -> tuple[tuple[int, str], ...]:
-    """Returns positions and names of the arguments that an operator writes, and of generators."""
-    if not isinstance(func, torch._ops.OpOverload):
-        return ()
-    arguments, names = enumerate(func._schema.arguments), written_names(func)
-    return tuple((p, each.name) for p, each in arguments if each.name in names or "Generator" in str(each.type))
+def arguments_to_save(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """Yields the arguments that a call writes, and generators."""
+    for argument, value in bound_arguments(func, args, kwargs):
+        if argument.name in written_names(func) or isinstance(value, torch.Generator):
+            yield value
 
 
 @cache

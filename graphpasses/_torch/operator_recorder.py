@@ -76,7 +76,6 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _python_dispatch._push_mode(self)
             return self
         _register()
-        _propagation.begin()
         _thread.recorder = self
         self._guard = torch._C._IncludeDispatchKeyGuard(_KEY)
         self._guard.__enter__()  # type: ignore[no-untyped-call]
@@ -88,7 +87,6 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             self._guard.__exit__(None, None, None)
             del self._guard, _thread.recorder
-            _propagation.end()
         del self._root
 
     def __torch_dispatch__(
@@ -149,34 +147,13 @@ _KEYS = torch._C.DispatchKeySet(_KEY)
 _thread = threading.local()
 
 
-class _Propagation:
-    """Keeps the key away while DTensor runs an operator on fake tensors, whose kernels do not know it."""
-
-    def __init__(self) -> None:
-        self._lock, self._num_blocks = threading.Lock(), 0
-        self._propagator: Any = ShardingPropagator
-        self._original: Any = None
-
-    def begin(self) -> None:
-        with self._lock:
-            if self._num_blocks == 0:
-                self._original = self._propagator._propagate_tensor_meta_non_cached
-                self._propagator._propagate_tensor_meta_non_cached = unseen()(self._original)
-            self._num_blocks += 1
-
-    def end(self) -> None:
-        with self._lock:
-            self._num_blocks -= 1
-            if self._num_blocks == 0:
-                self._propagator._propagate_tensor_meta_non_cached = self._original
-
-
-_propagation = _Propagation()
-
-
 @functools.cache
 def _register() -> tuple[torch.library.Library, ...]:
     """Registers what sees the operators; it stays, as torch forgets no fallback, and is off outside of blocks."""
+    # There DTensor runs an operator on fake tensors, whose kernels do not know the key.
+    propagator: Any = ShardingPropagator
+    name = "_propagate_tensor_meta_non_cached"
+    setattr(propagator, name, unseen()(getattr(propagator, name)))
     library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     library.fallback(_call, "Fake")  # type: ignore[no-untyped-call]
     # Of the results of these, which compute nothing, torch makes Python objects of other classes: parameters.

@@ -27,7 +27,7 @@ from graphpasses._torch.operator_facts import FUNCTIONAL, NOT_THE_USERS, kind_of
 from graphpasses._torch.operator_recorder import OPTIMIZERS, OperatorRecorder, unseen
 from graphpasses._torch.pytree import tree_leaves, tree_map
 from graphpasses._torch.recorded_operator import MODULE_FQN, Operator, Phase, Value, Where
-from graphpasses._torch.schemas import written_names
+from graphpasses._torch.schemas import bound_arguments, written_names
 
 _UNINITIALISED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 # Results of attention that its kernels write only where they drop something.
@@ -183,8 +183,7 @@ def _copied(value: Any) -> Any:
 
 def _named(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yields an operator's arguments, lists opened, with their names."""
-    names = (argument.name for argument in func._schema.arguments)
-    for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+    for name, value in ((argument.name, value) for argument, value in bound_arguments(func, args, kwargs)):
         leaves = tree_leaves(value) if isinstance(value, (list, tuple)) else []
         if any(isinstance(each, Tensor) for each in leaves):
             yield from ((f"{name}[{index}]", each) for index, each in enumerate(leaves))

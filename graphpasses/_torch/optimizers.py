@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
+from graphpasses._torch.module_hooks import have_hooks
+
 
 @contextmanager
 def lists_take_fakes() -> Iterator[None]:
@@ -59,15 +61,10 @@ def steps_in_backward(parameter: Tensor) -> bool:
     return any(handle.id in (handle.hooks_dict_ref() or ()) for handle in handles.get(parameter, ()))
 
 
-def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Whether a hook was registered on the tensor itself, to see or change its gradient."""
-    return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
-
-
 def find_gradient_hooks(parameters: Iterable[Tensor]) -> int | None:
     """Returns the position of the first parameter whose gradient a hook, or an optimizer in backward, waits for."""
     for index, parameter in enumerate(parameters):
-        if has_gradient_hooks(parameter) or optimizers_in_backward(parameter):
+        if have_hooks([parameter]) or optimizers_in_backward(parameter):
             return index
     return None
 

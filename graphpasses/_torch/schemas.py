@@ -71,9 +71,14 @@ def bound_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
     """Returns the arguments of a call of an operator that has one overload, defaults too, by their names."""
-    (schema,) = schemas(node.target)
-    defaults = {argument.name: argument.default_value for argument in schema.arguments}
-    return defaults | dict(zip(defaults, node.args, strict=False)) | node.kwargs
+    return named_values(node.target, node.args, node.kwargs)
+
+
+def named_values(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns likewise what an operator is called with: arguments that equal their default are not always passed."""
+    (overload,) = _overloads(target)
+    defaults = {argument.name: argument.default_value for argument in _arguments(overload)}
+    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
 
 
 def bind_named(op: Any, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -83,9 +88,10 @@ def bind_named(op: Any, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dic
     return args, {each.name: values[each.name] for each in schema.arguments if each.kwarg_only}
 
 
+@cache
 def returns_alias(target: Any) -> bool:
     """Whether an operator says that what it returns may share memory with an argument."""
-    return any(map(_returns_alias, _overloads(target)))
+    return any(output.alias_info is not None for schema in schemas(target) for output in schema.returns)
 
 
 def writes_arguments(target: Any) -> bool:
@@ -144,11 +150,6 @@ def _overloads(target: Any) -> list[Any]:
 @cache  # as torch makes new Python objects of a schema's parts each time
 def _arguments(overload: torch._ops.OpOverload) -> tuple[Any, ...]:
     return tuple(overload._schema.arguments)
-
-
-@cache
-def _returns_alias(overload: torch._ops.OpOverload) -> bool:
-    return any(output.alias_info is not None for output in overload._schema.returns)
 
 
 AUTO_FUNCTIONALIZED = auto_functionalize.auto_functionalized_v2
@@ -269,10 +270,7 @@ def _overload(name: str) -> torch._ops.OpOverload:
 
 
 def _kernel(name: str, rule: Rule) -> Callable[..., Any]:
-    arguments = {argument.name: argument.default_value for argument in _overload(name)._schema.arguments}
-
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        # Trailing arguments that equal their default are not passed.
-        return rule(SimpleNamespace(**arguments | dict(zip(arguments, args, strict=False)) | kwargs))
+        return rule(SimpleNamespace(**named_values(_overload(name), args, kwargs)))
 
     return kernel

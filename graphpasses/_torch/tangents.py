@@ -20,15 +20,6 @@ from graphpasses._torch.schemas import is_tensor_subclass
 from graphpasses._torch.symbols import example_size
 
 
-class _Any:
-    """Equal to all shapes and strides."""
-
-    def __eq__(self, other: object) -> bool:
-        return True
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 @contextmanager
 def gradients_whole(*, copied: bool) -> Iterator[None]:
     """In the block, which traces, gradients of outputs that overlap themselves are taken to be contiguous.
@@ -43,8 +34,7 @@ def gradients_whole(*, copied: bool) -> Iterator[None]:
             return MemoryFormatMeta(memory_format=torch.contiguous_format)
         if copied or overlaps is None or is_tensor_subclass(tensor):
             return original(tensor, *args, **options)
-        anything: Any = _Any()
-        return MemoryFormatMeta(size=anything, stride=anything)
+        return MemoryFormatMeta(size=mock.ANY, stride=mock.ANY)  # equal to all
 
     with mock.patch.object(MemoryFormatMeta, "from_tensor", staticmethod(from_tensor)):
         yield

@@ -91,8 +91,7 @@ def compile(
     options: dict[str, Any] = {"inner": inner, "fuse": fuse, "disable": disable, "report": report, "prove": prove}
     if pipeline is not None:
         options["pipeline"] = pipeline
-    with graphpasses.expected():
-        return torch.compile(model, backend=graphpasses, options=options, fullgraph=fullgraph, dynamic=dynamic)
+    return torch.compile(model, backend=graphpasses, options=options, fullgraph=fullgraph, dynamic=dynamic)
 
 
 def _wrap(root: Any, compiled: Callable[..., Any], keywords: Mapping[str, Any]) -> Callable[..., Any]:
@@ -119,7 +118,6 @@ def _while_tracing() -> Iterator[None]:
         yield
 
 
-@Backend.found_by_name
 @functools.partial(Backend, wrap=_wrap, while_tracing=_while_tracing, when_recorded=check_pipeline)
 def graphpasses(
     module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None

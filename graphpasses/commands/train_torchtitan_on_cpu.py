@@ -19,7 +19,6 @@ import tempfile
 from pathlib import Path
 
 from graphpasses._torch.cpu_as_accelerator import use_cpu_as_accelerator
-from graphpasses._torch.cpu_context_parallel import let_cpu_attention_run_in_rings
 from graphpasses._torchtitan import save_cpu_attention
 
 
@@ -32,7 +31,6 @@ def use_cpu(backend: str = "nccl_sim") -> None:
     import graphpasses.simulate  # noqa: F401  registers nccl_sim
 
     use_cpu_as_accelerator(backend)
-    let_cpu_attention_run_in_rings()
     save_cpu_attention()
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from graphpasses._torch.optimizers import has_gradient_hooks
+from graphpasses._torch.module_hooks import have_hooks
 from graphpasses._torch.symbols import expression
 from graphpasses.embedding.arena import Arena
 from graphpasses.embedding.fused_update import FusedForm, learning_rate, optimizer_states
@@ -103,7 +103,7 @@ def _why_not_table(table: nn.Parameter) -> str | None:
     form = FusedForm.of(table)
     if isinstance(form, str):
         return form
-    if has_gradient_hooks(table):
+    if have_hooks([table]):
         return "hooks watch its gradient, which a fused update does not make"
     return next(filter(None, map(Arena.reject_reason, (table, *optimizer_states(table, form)))), None)
 

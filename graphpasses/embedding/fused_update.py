@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from graphpasses._torch.module_hooks import have_hooks
 from graphpasses._torch.optimizers import (
-    has_gradient_hooks,
     has_step_hooks,
     optimizers_in_backward,
     steps_in_backward,
@@ -102,7 +102,7 @@ class FusedUpdate:
         """Whether the optimizers still are one update; with another option, rate or hook they may not be."""
         rates = set()
         for table in self.tables.values():
-            if FusedForm.of(table) != self.form or has_gradient_hooks(table):
+            if FusedForm.of(table) != self.form or have_hooks([table]):
                 return False
             rates.add(learning_rate(table))
         return len(rates) == 1

@@ -176,7 +176,7 @@ class TreeReduceScatter(fsdp2.ReduceScatterInGraph):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, *_: Any, **__: Any
     ) -> None:
-        fsdp2.refuse_partial_reduction(self._group)
+        fsdp2.reduces_partly(self._group)  # which raises
         reduced = reduce_scatter_in_tree(input_tensor, self.reduce_scatter_op, group.size(), group.group_name)
         if output_tensor.dtype != reduced.dtype:  # which copying would round
             raise UnsupportedError(

@@ -230,11 +230,11 @@ def eager_layout(model: nn.Module, *, without_gradient: Collection[str] = ()) ->
         >>> [(entry.fqn, entry.offset) for entry in bucket.entries]
         [('weight', 0), ('bias', 32)]
     """
-    from graphpasses._torch.fsdp2 import parameter_groups
+    from graphpasses._torch.fsdp2 import read_groups
 
     identity = IdentityMap.of(model)
     unused = {identity.canonical(fqn) for fqn in without_gradient}
-    groups = parameter_groups(model)
+    groups = read_groups(model).values()
     if not groups:
         raise LayoutError("the model has no FSDP2 parameter group; call fully_shard on it first")
     buckets = []

@@ -227,9 +227,9 @@ class BucketPlan:
             >>> [bucket.fqns for bucket in plan.entries]
             [('weight', 'bias')]
         """
-        from graphpasses._torch.fsdp2 import parameter_groups
+        from graphpasses._torch.fsdp2 import read_groups
 
-        groups = parameter_groups(model)
+        groups = read_groups(model).values()
         if not groups:
             raise PlanError(
                 "the model has no FSDP2 parameter group; call fully_shard on it first, or give the buckets yourself, "

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from graphpasses._torch.fsdp2 import parameter_groups
+from graphpasses._torch.fsdp2 import read_groups
 from graphpasses._torch.group_ranks import gathered
 from graphpasses.errors import GraphPassesError, LayoutError
 from graphpasses.fsdp.graph_layout import graph_layout
@@ -145,7 +145,7 @@ def _record_rewritten(
 
 def _eager_layout(parts: Sequence[nn.Module], config: Any) -> Layout | None:
     """Returns the layout of an eager trainer's reductions; a run can do without it."""
-    if not all(map(parameter_groups, parts)):
+    if not all(map(read_groups, parts)):
         return None
     try:
         layouts = [buckets_of(part, config)[1] for part in parts]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from graphpasses._torch.dtensor import local_part
-from graphpasses._torch.fsdp2 import parameter_groups
+from graphpasses._torch.fsdp2 import read_groups
 from graphpasses.capture import capture_train_step, simple_fsdp
 from graphpasses.errors import TaskError, UnsupportedError
 from graphpasses.fsdp.graph_layout import graph_layout
@@ -210,7 +210,7 @@ def _checked(model: nn.Module) -> tuple[BucketPlan, Layout, _Policies]:
     """Returns the buckets of eager FSDP2, their layout, and its dtypes; raises where memory does not suffice."""
     plan = BucketPlan.from_fully_shard(model)
     policies = frozenset(
-        (dtype, group.reduce_dtype) for group in parameter_groups(model) for dtype in group.param_dtypes
+        (dtype, group.reduce_dtype) for group in read_groups(model).values() for dtype in group.param_dtypes
     )
     widest = max((param_dtype for param_dtype, _ in policies), key=lambda dtype: dtype.itemsize)
     check_memory(model, plan, dist.get_world_size(), widest)

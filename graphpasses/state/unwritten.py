@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from graphpasses._torch.writes import dict_versions, guard_of, have_hooks, parts_of
+from graphpasses._torch.module_hooks import dict_versions, guard_of, have_hooks, parts_of
 from graphpasses.state.slots import Owner, read_of_class
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from graphpasses._torch.fake_process_group import fake_process_group
-from graphpasses._torch.fsdp2 import parameter_groups
+from graphpasses._torch.fsdp2 import read_groups
 from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.plan import BucketPlan
 
@@ -59,10 +59,10 @@ def test_a_group_computes_in_the_dtypes_of_what_it_trains() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     model[1].bfloat16().requires_grad_(False)
     fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
-    (group,) = parameter_groups(model)
+    (group,) = read_groups(model).values()
     assert group.param_dtypes == {torch.float32}
     frozen = fully_shard(nn.LayerNorm(4).bfloat16().requires_grad_(False), mesh=init_device_mesh("cpu", (4,)))
-    (group,) = parameter_groups(frozen)
+    (group,) = read_groups(frozen).values()
     assert group.param_dtypes == {torch.bfloat16}
 
 

@@ -7,8 +7,8 @@ import warnings
 import torch
 from torch import nn
 
+from graphpasses._torch.module_hooks import have_hooks
 from graphpasses._torch.optimizers import (
-    has_gradient_hooks,
     has_step_hooks,
     optimizers_in_backward,
     steps_in_backward,
@@ -37,13 +37,13 @@ def test_optimizers_and_who_steps_them() -> None:
 def test_hooks() -> None:
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-    assert not has_gradient_hooks(parameter)
+    assert not have_hooks([parameter])
     assert not has_step_hooks(optimizer)
     for register in (parameter.register_hook, parameter.register_post_accumulate_grad_hook):
         handle = register(lambda tensor: None)
-        assert has_gradient_hooks(parameter)
+        assert have_hooks([parameter])
         handle.remove()
-        assert not has_gradient_hooks(parameter)
+        assert not have_hooks([parameter])
     for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
         handle = register(lambda *args: None)
         assert has_step_hooks(optimizer)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.distributed.fsdp import fully_shard
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.sym_node import SymNode
 
 from graphpasses import capture_train_step
 from graphpasses._torch.fake_process_group import fake_process_group
-from graphpasses._torch.step_tracer import frames_of_forward
+from graphpasses._torch.step_tracer import _Frames
 
 
 class Twice(nn.Module):
@@ -48,7 +49,7 @@ def lines(model: nn.Module) -> list[str | None]:
 def test_nodes_have_the_lines_that_torch_gives_them() -> None:
     model = Twice()
     expected = lines(model)
-    with frames_of_forward():
+    with mock.patch.object(fx.proxy, "CapturedTraceback", _Frames):
         assert lines(model) == expected
     assert any("helper(self.inner(x)) + 1" in (line or "") for line in expected)
     assert None in expected  # as those of calls outside of forward

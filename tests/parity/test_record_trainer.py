@@ -105,7 +105,7 @@ def test_layouts_that_cannot_be_told_do_not_end_the_training(
     def refuse(model: nn.Module, config: Any) -> Any:
         raise LayoutError("several dtypes")
 
-    monkeypatch.setattr(record_trainer, "parameter_groups", lambda model: [model])
+    monkeypatch.setattr(record_trainer, "read_groups", lambda model: [model])
     monkeypatch.setattr(record_trainer, "buckets_of", refuse)
     train(tmp_path / "a.jsonl", torch.ones(3, 2))
     assert caplog.messages == ["the bucket layouts of this run are not recorded: several dtypes"]
