@@ -23,6 +23,7 @@ from graphpasses._torch.fake_mode import is_fake, outside_tracing
 from graphpasses._torch.schemas import inner_names, is_tensor_subclass
 from graphpasses._torch.symbols import as_number, bound_symbols, value_at
 from graphpasses.analysis.effects import Effects, operator_effects
+from graphpasses.capture.checks import assert_truth, checked_truth
 from graphpasses.errors import CaptureError
 from graphpasses.fbgemm.names import SIZED_BY_OFFSETS
 from graphpasses.graph import GraphInput, InputKind
@@ -96,6 +97,9 @@ class Decisions:
                 self._values[symbol] = value
                 return value
             reason = f"is {value}"
+        elif node is not None and (truth := checked_truth()) is not None and assert_truth(node, truth, user_line()):
+            self._values[symbol] = truth
+            return truth
         self._refusal = f"{user_line()}, and that value {reason}"
         return None
 
@@ -375,12 +379,10 @@ _COMPARISONS = {getattr(aten, name).Scalar: getattr(operator, name) for name in 
 def certain_value(node: fx.Node) -> bool | None:
     """Returns what a node that reads a number from a tensor computes, if it is a bool that nothing changes, or None.
 
-    What is asserted is true. Layers that are dropped at random ask ``torch.rand([]) < self.layerdrop``, also where
+    Layers that are dropped at random ask ``torch.rand([]) < self.layerdrop``, also where
     none is ever dropped: no draw changes the answer.
     """
     compared = node.args[0]
-    if isinstance(compared, fx.Node) and any(user.target is aten._assert_async.msg for user in compared.users):
-        return True
     if not isinstance(compared, fx.Node) or compared.target not in _COMPARISONS:
         return None
     drawn, bound = compared.args

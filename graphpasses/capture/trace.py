@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from torch.fx.traceback import annotate
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from graphpasses._torch.distributions import checks_asserted
 from graphpasses._torch.dynamo import compiled_calls_raise
 from graphpasses._torch.fake_mode import strides_of_kernels
 from graphpasses._torch.fsdp2 import fsdp_groups
@@ -114,7 +113,6 @@ def trace_step(
             random_state_traced(random_calls),
             answers_as_in_eager(),
             collectives_with_waits(),
-            checks_asserted(),
             decisions.watched(),
             refusals.other_memory_refused(model),
             refusals.gradients_refused(model),

@@ -1,0 +1,77 @@
+"""Checks of the user's code: decisions that raise unless a tensor is true, or false, which a graph asserts."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from types import CodeType
+
+import torch
+from torch import fx
+
+from graphpasses._torch.fake_mode import outside_tracing
+from graphpasses.graph.nodes import argument
+
+aten = torch.ops.aten
+
+_MAX_LENGTH = 254  # of the message of an assertion
+
+
+def checked_truth() -> bool | None:
+    """Returns what a value must be that Python code asks for its truth now, as it raises otherwise; None of others.
+
+    Asked is the innermost frame that is about to jump: its code says what follows.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if (truth := _truth_that_goes_on(frame.f_code, frame.f_lasti)) is not None:
+            return truth if isinstance(truth, bool) else None
+        frame = frame.f_back
+    return None
+
+
+def _truth_that_goes_on(code: CodeType, offset: int) -> bool | str | None:
+    """Returns for which truth code does not raise; text where it jumps otherwise, and None where it does not jump."""
+    instructions = [each for each in dis.get_instructions(code) if each.opname not in ("CACHE", "NOT_TAKEN")]
+    index = next((index for index, each in enumerate(instructions) if each.offset == offset), None)
+    if index is not None and instructions[index].opname == "TO_BOOL":  # Python 3.13 has it before a jump
+        index += 1
+    if index is None or not {"TRUE", "FALSE"}.intersection(instructions[index].opname.split("_")):
+        return None
+    jump = instructions[index]
+    target = next(index for index, each in enumerate(instructions) if each.offset == jump.argval)
+    jumps_if = "TRUE" in jump.opname
+    raising = {jumps_if: _raises(instructions[target:]), not jumps_if: _raises(instructions[index + 1 :])}
+    return raising[True] is False if raising[True] != raising[False] else "decides"
+
+
+def _raises(instructions: list[dis.Instruction]) -> bool:
+    """Whether instructions raise before they return, decide, or set what is seen elsewhere."""
+    for each in instructions:
+        if each.opname == "RAISE_VARARGS":
+            return True
+        if any(word in each.opname for word in _DOES_MORE):
+            return False
+    return False
+
+
+_DOES_MORE = ("JUMP", "RETURN", "YIELD", "STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL")
+
+
+def assert_truth(item: fx.Node, truth: bool, where: str) -> bool:
+    """Adds to a graph that is traced that the bool of which ``item`` reads the value is as code checks it at a line;
+    returns whether it is one.
+    """
+    if item.target is not aten._local_scalar_dense.default or argument(item).meta["val"].dtype is not torch.bool:
+        return False
+    graph, condition = item.graph, argument(item)
+    origin = {key: value for key, value in item.meta.items() if key != "unbacked_bindings"}
+    if not truth:
+        value = condition.meta["val"]
+        condition = graph.call_function(aten.logical_not.default, (condition,))
+        with outside_tracing(), value.fake_mode:
+            condition.meta = {**origin, "val": torch.empty(value.shape, dtype=value.dtype, device=value.device)}
+    text = f"loss_fn raises an error at {where} with these values: run it eagerly to see which"
+    asserted = graph.call_function(aten._assert_async.msg, (condition, text[-_MAX_LENGTH:]))
+    asserted.meta = {**origin, "val": None}
+    return True

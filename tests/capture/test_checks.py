@@ -1,0 +1,120 @@
+"""Checks of values that only the step computes: code that raises unless they are as expected.
+
+Asserts stand as users have them: PYTEST_DONT_REWRITE.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+
+from graphpasses import Pipeline
+from graphpasses.capture import capture_train_step
+from graphpasses.errors import CaptureError
+from graphpasses.identity import same_bits
+from graphpasses.passes import FuseExactly
+
+X = torch.randn(3, 4)
+
+
+def by_if(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x).square().mean()
+    if torch.isnan(loss) or torch.isinf(loss).any().item():
+        logging.getLogger(__name__).warning("not finite")
+        raise ValueError(f"loss is {loss}")
+    return loss
+
+
+def by_assert(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    out = model(x)
+    assert torch.isfinite(out).all() and (out.abs() < 1e6).all(), "out of range"  # noqa: PT018
+    return out.square().mean()
+
+
+def by_torch(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x).square().mean()
+    torch._assert(torch.isfinite(loss), "not finite")
+    return loss
+
+
+def of_random_numbers(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    noise = torch.rand_like(x)
+    if not (noise <= 1).all():
+        raise ValueError("noise")
+    return model(x * noise).square().mean()
+
+
+@pytest.mark.parametrize("loss_fn", [by_if, by_assert, by_torch, of_random_numbers])
+def test_a_check_is_asserted(loss_fn: Callable[..., torch.Tensor]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    eager = deepcopy(model)
+    step = Pipeline((FuseExactly(),)).run(capture_train_step(loss_fn, model, X))
+    for x in (X, 2 * X):
+        torch.manual_seed(0)
+        loss = step(x)
+        torch.manual_seed(0)
+        expected = loss_fn(eager, x)
+        expected.backward()
+        assert same_bits(loss, expected.detach())
+        assert not same_bits(loss, loss_fn(deepcopy(eager), 3 * x).detach())
+        assert all(map(same_bits, model.state_dict().values(), eager.state_dict().values()))
+    step.check(3 * X)
+    assert len(step.captures) == 1
+    if loss_fn is not of_random_numbers:
+        where = rf"loss_fn raises an error at .*test_checks\.py:\d+ in {loss_fn.__name__}"
+        with pytest.raises(RuntimeError, match=where):
+            step(X / 0)
+
+
+def in_words(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x).square().mean()
+    if torch.isnan(loss):
+        return loss * 0
+    return loss
+
+
+def by_a_number(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x).square().mean()
+    if loss.item() > 1e6:
+        raise ValueError("too large")
+    return loss
+
+
+def in_a_loop(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x).square().mean()
+    for _ in range(2):
+        if (loss < 0).any():
+            continue
+        loss = loss * 2
+    return loss
+
+
+def as_it_sets(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x).square().mean()
+    if torch.isnan(loss):
+        model.failed = True  # type: ignore[assignment]
+        raise ValueError
+    return loss
+
+
+@pytest.mark.parametrize("loss_fn", [in_words, by_a_number, in_a_loop, as_it_sets])
+def test_near_misses_are_refused(loss_fn: Callable[..., torch.Tensor]) -> None:
+    with pytest.raises(CaptureError, match="loss_fn decides by a tensor's value"):
+        capture_train_step(loss_fn, nn.Linear(4, 1), X)
+
+
+def test_a_check_of_the_batch_is_a_guard() -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if torch.isnan(x).any():
+            raise ValueError("a batch with nan")
+        return model(x).square().mean()
+
+    step = capture_train_step(loss_fn, nn.Linear(4, 1), X)
+    with pytest.raises(ValueError, match="a batch with nan"):
+        step(X * torch.nan)
+    assert step(X).isfinite()
