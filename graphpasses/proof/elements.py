@@ -142,7 +142,10 @@ def _holds_all(wide: torch.dtype | None, narrow: torch.dtype) -> bool:
     return wide in _INTEGERS and narrow in (torch.bool, *_INTEGERS[: _INTEGERS.index(wide)])
 
 
-_SCALING = "a product or quotient with a number depends on one element alone, is rounded once, and with 1 not at all"
+_SCALING = (
+    "a product or quotient with a number depends on one element alone, is rounded once, and with 1 not at all, but for "
+    "complex numbers"
+)
 
 
 def _scaled(name: str, target: Any) -> Rule:
@@ -150,6 +153,8 @@ def _scaled(name: str, target: Any) -> Rule:
         if isinstance(x, Value) and isinstance(number, Value):
             return _combined(values, "product", x, number) if name == "mul" else None
         if not isinstance(x, Value) or x.pieces is None or not isinstance(number, (int, float)):
+            return None
+        if result.dtype.is_complex:  # whose parts are added up: 1 times infinity has a NaN, and 1 times -0 may be 0
             return None
         if number == 1 and result.dtype == x.dtype:
             return x

@@ -40,6 +40,18 @@ def attention(**kwargs: Any) -> Make:
     return make
 
 
+def multiplied(*factors: float) -> Make:
+    """Multiplies complex numbers by reals: of an infinite part the other is a NaN, and a zero may lose its sign."""
+
+    def make(code: Code) -> fx.Node:
+        x = code._to_copy_default(code.x, dtype=torch.complex64)
+        for factor in factors:
+            x = code.mul_Scalar(x, factor)
+        return code.view_as_real_default(x)
+
+    return make
+
+
 # What has the bits of another, and is called so.
 RIGHT: dict[str, tuple[Make, Make]] = {
     "alpha=1": (lambda c: c.add_Tensor(c.x, c.weight), lambda c: c.add_Tensor(c.x, c.weight, alpha=1)),
@@ -165,6 +177,12 @@ def test_what_cannot_be_run_is_refused_and_not_called_different(
 ) -> None:
     monkeypatch.setattr(counterexample, "MAX_ELEMENTS", 10)
     assert answer(captured, *DIFFERENT["alpha=2"]) == "refused"
+
+
+@pytest.mark.parametrize(("factors", "others"), [([1], []), ([-1, -1], []), ([2, 2], [4])], ids=str)
+def test_numbers_scale_no_complex_number(captured: CapturedStep, factors: list[float], others: list[float]) -> None:
+    assert answer(captured, multiplied(*factors), multiplied(*factors)) == "proved"
+    assert answer(captured, multiplied(*factors), multiplied(*others)) != "proved"
 
 
 @pytest.mark.parametrize("name", RIGHT)
