@@ -143,8 +143,8 @@ def _holds_all(wide: torch.dtype | None, narrow: torch.dtype) -> bool:
 
 
 _SCALING = (
-    "a product or quotient with a number depends on one element alone, is rounded once, and with 1 not at all, but for "
-    "complex numbers"
+    "a product or quotient with a number, but for complex ones, depends on one element alone, is rounded once, and "
+    "with 1 not at all"
 )
 
 

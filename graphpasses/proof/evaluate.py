@@ -32,15 +32,13 @@ from graphpasses.ops.pack_all_to_all import PACK, PACK_POOLED_EMBEDDINGS, UNPACK
 from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
 from graphpasses.proof import movement
 from graphpasses.proof.calls import Calls, draws_elsewhere, is_function
-from graphpasses.proof.columns import AXIOM as COLUMNS
 from graphpasses.proof.core.facts import Facts, Leaf, Place
 from graphpasses.proof.core.operators import AXIOMS, RULES
 from graphpasses.proof.core.values import Result, Value
 from graphpasses.proof.core.views import known_size
 from graphpasses.proof.elements import held_numbers
 from graphpasses.proof.evaluated import Collective, Evaluated
-from graphpasses.proof.exchanges import AXIOM as EXCHANGED
-from graphpasses.proof.exchanges import Exchanges
+from graphpasses.proof.exchanges import COLUMNS, PACKED, Packs
 from graphpasses.proof.rows import RowValues
 from graphpasses.proof.sizes import AXIOM as EXCHANGED_SIZES
 from graphpasses.proof.sizes import READ, Sizes, unpacked
@@ -87,7 +85,7 @@ class Evaluation(Calls):
             self._random, self._hidden = before.random_state, before.hidden_state
         self._constants = {**read_constants(graph.graph), **(constants or {})}
         self._given = given or {}
-        self._exchanges = Exchanges(facts)
+        self._packs = Packs(facts)
         self._arriving: dict[fx.Node, Result] = {}  # what launches bring
         self._waiting: dict[fx.Node, Result] = {}  # what launches bring for which nobody has waited
         self._freed: dict[Leaf, fx.Node] = {}
@@ -243,7 +241,7 @@ class Evaluation(Calls):
         if node.target == PACK and isinstance(result, Value):
             inputs, splits = self._arguments(node)[0]
             numbers = evaluated(inputs, self._number), evaluated(splits, self._number)
-            self._exchanges.pack(result.number, inputs, splits, *numbers)
+            self._packs.pack(result.number, inputs, splits, *numbers)
         self._note_columns(node, result)
         if writes:
             return self._written(node, writes, key, result)
@@ -280,16 +278,16 @@ class Evaluation(Calls):
             if result is not None:
                 self._axioms.add("all-gather")
         if node.target == ALL_TO_ALL and isinstance(sent, Value):
-            result = self._brought(node, fake, args, [self._exchanges.sizes(each) for each in given_args[1:3]])
+            result = self._brought(node, fake, args, [self._packs.sizes(each) for each in given_args[1:3]])
         if result is None:
             result = self.opaque(node, fake, key)
         if isinstance(sent, Value) and isinstance(result, Value) and node.target == ALL_TO_ALL:
             outputs, inputs = given_args[1:3]
-            self._exchanges.send(sent.number, result.number, outputs, inputs, group)
+            self._packs.send(sent.number, result.number, outputs, inputs, group)
         self._waiting[node] = self._arriving[node] = result
         read = map(self._read, node.all_input_nodes)
         given = tuple(each for each in read if isinstance(each, Value))
-        is_followed = isinstance(sent, Value) and sent.number in self._exchanges
+        is_followed = isinstance(sent, Value) and sent.number in self._packs
         launch = Collective(node, given, group, freeze(args[1:]), is_followed)
         self._done.collectives.append(launch)
         return self._table.other(("launched", key, len(self._done.collectives)))
@@ -301,11 +299,11 @@ class Evaluation(Calls):
         if not isinstance(received, Value):
             return None
         given = self._arguments(node)[0]
-        is_known = self._columns.trusts(*self._exchanges.sizes(given[1]))
-        found = self._exchanges.unpack(received.number, given, splits) if is_known else None
+        is_known = self._columns.trusts(*self._packs.sizes(given[1]))
+        found = self._packs.unpack(received.number, given, splits) if is_known else None
         if found is None:
             return unpacked(self._table, received, given[1:])
-        self._axioms.add(EXCHANGED)
+        self._axioms.add(PACKED)
         self._done.unpacked[node] = [freeze(each[1:]) for each, _ in found]
         return [self._brought(node, fake, *each) for each, fake in zip(found, fakes, strict=True)]
 
@@ -374,8 +372,8 @@ class Evaluation(Calls):
         if kwargs or not isinstance(received, Value):
             return None
         if is_split:
-            return None if any(args[2:]) else self._columns.split(received, self._exchanges.sizes(args[1]))
-        return self._columns.joined(received, self._exchanges.sizes(args[1:2])[0], args[2])
+            return None if any(args[2:]) else self._columns.split(received, self._packs.sizes(args[1]))
+        return self._columns.joined(received, self._packs.sizes(args[1:2])[0], args[2])
 
     @functools.cached_property
     def _draws_elsewhere(self) -> bool:

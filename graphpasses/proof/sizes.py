@@ -15,10 +15,10 @@ from torch import fx
 from graphpasses._torch.group_ranks import named_group
 from graphpasses.agreement import Told, is_alone
 from graphpasses.graph.size_arithmetic import size_expression
-from graphpasses.proof.columns import Columns
 from graphpasses.proof.core.operators import AXIOMS, RULES
 from graphpasses.proof.core.values import Piece, Value, Values
 from graphpasses.proof.core.views import known_size
+from graphpasses.proof.exchanges import Columns
 from graphpasses.proof.pieces import concatenated, joined
 from graphpasses.proof.rows import RowValues
 from graphpasses.proof.terms import Term
