@@ -143,18 +143,18 @@ def _holds_all(wide: torch.dtype | None, narrow: torch.dtype) -> bool:
 
 
 _SCALING = (
-    "a product or quotient with a number, but for complex ones, depends on one element alone, is rounded once, and "
-    "with 1 not at all"
+    "a product or quotient with a number, of no complex ones, depends on one element alone, is rounded once, and with "
+    "1 not at all"
 )
 
 
 def _scaled(name: str, target: Any) -> Rule:
     def rule(values: Values, result: Any, x: Any, number: Any) -> Result:
+        if result.dtype.is_complex:  # products of their parts are added up, in a vector otherwise than in its tail
+            return None
         if isinstance(x, Value) and isinstance(number, Value):
             return _combined(values, "product", x, number) if name == "mul" else None
         if not isinstance(x, Value) or x.pieces is None or not isinstance(number, (int, float)):
-            return None
-        if result.dtype.is_complex:  # whose parts are added up: 1 times infinity has a NaN, and 1 times -0 may be 0
             return None
         if number == 1 and result.dtype == x.dtype:
             return x
@@ -260,8 +260,8 @@ def _of_constant(key: Any, dtype: torch.dtype | None, apply: Callable[[torch.Ten
 
 @axiom(
     "sums",
-    "a sum or product of two elements depends on these alone, in any order, so it commutes with what moves both "
-    "alike; a difference is the sum with a negative",
+    "a sum, or a product of no complex numbers, of two elements depends on these alone, in any order, so it commutes "
+    "with what moves both alike; a difference is the sum with a negative",
     aten.add.Tensor,
 )
 def _add(values: Values, result: Any, x: Any, y: Any, **kwargs: Any) -> Result:
