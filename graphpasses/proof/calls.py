@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
+from graphpasses._torch import pytree
 from graphpasses._torch.fake_mode import fake_call, fake_mode_of
 from graphpasses._torch.schemas import (
     FunctionalizedCall,
@@ -241,11 +242,11 @@ class Calls(Memory):
 
         None where it writes views of which nothing is known.
         """
-        written = [view.base for view in views(call)]
+        written = [view.base for view in pytree.tree_leaves([*call.writes.values()]) if view is not None]
         overlapping: list[Hashable] = []
         values: dict[str, Any] = {}
         for name, view in call.writes.items():
-            values[name] = _written_bases(view, call.bases)
+            values[name] = pytree.tree_map(lambda each: each and call.bases[each.base], view)
             if isinstance(view, WrittenView) and view.view is not None:
                 found = self._written_view(node, call.bases[view.base], view, call.op)
                 if found is None:
@@ -327,21 +328,6 @@ def _is_known(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_known, value))
     return not isinstance(value, Value) or value.dtype is None or value.pieces is not None
-
-
-def views(call: FunctionalizedCall) -> list[Any]:
-    """Returns which bases a call writes, argument by argument."""
-    found: list[Any] = []
-    for view in call.writes.values():
-        found += view if isinstance(view, list) else [view] * (view is not None)
-    return found
-
-
-def _written_bases(view: Any, bases: Sequence[fx.Node]) -> Any:
-    """Returns the bases in place of what says which of them an argument is."""
-    if isinstance(view, list):
-        return [_written_bases(each, bases) for each in view]
-    return None if view is None else bases[view.base]
 
 
 def draws_elsewhere(node: fx.Node, results: Any) -> bool:

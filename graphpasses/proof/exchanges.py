@@ -19,11 +19,11 @@ from torch import fx
 
 from graphpasses.graph.size_arithmetic import size_expression
 from graphpasses.ops.pack_all_to_all import packed_dtype
-from graphpasses.proof import movement  # noqa: F401  registers its rules
 from graphpasses.proof.core.facts import Facts
 from graphpasses.proof.core.operators import AXIOMS, RULES
 from graphpasses.proof.core.values import Argument, Piece, Value
 from graphpasses.proof.core.views import known_size
+from graphpasses.proof.movement import beside
 from graphpasses.proof.pieces import joined
 from graphpasses.proof.rows import RowValues
 
@@ -133,7 +133,7 @@ AXIOMS[COLUMNS] = (
     "in the order in which these are launched (gradients also in the opposite one), it brings side by side what each "
     "of these brings; a rank gets of all ranks the rows, or the columns, that it gets of itself"
 )
-_CAT, _SLICE = (RULES[target][1] for target in (torch.ops.aten.cat.default, torch.ops.aten.slice.Tensor))
+_SLICE = RULES[torch.ops.aten.slice.Tensor][1]
 
 
 class Part(NamedTuple):
@@ -351,13 +351,8 @@ class Columns:
         return True
 
     def _side_by_side(self, rows: Sequence[Value]) -> Value:
-        some = [row for row in rows if row.numel]
-        if not some:
-            return rows[0]
-        (height,) = {row.shape[0] for row in some if row.shape is not None}
-        shape = (height, sum(row.numel for row in some) // height)
-        found = _CAT(self._values, torch.empty(shape, device="meta"), some, 1)
-        assert isinstance(found, Value)
+        found = beside(self._values, [row for row in rows if row.numel] or rows[:1], 1)
+        assert found is not None
         return found
 
 

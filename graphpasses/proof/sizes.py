@@ -19,7 +19,8 @@ from graphpasses.proof.core.operators import AXIOMS, RULES
 from graphpasses.proof.core.values import Piece, Value, Values
 from graphpasses.proof.core.views import known_size
 from graphpasses.proof.exchanges import Columns
-from graphpasses.proof.pieces import concatenated, joined
+from graphpasses.proof.movement import beside
+from graphpasses.proof.pieces import joined
 from graphpasses.proof.rows import RowValues
 from graphpasses.proof.terms import Term
 
@@ -238,9 +239,4 @@ def unpacked(values: Values, packed: Value, given: Sequence[Any]) -> list[Value]
     if any(type(each) is not int for each in in_order):
         return None
     parts: Any = _SPLIT(values, None, packed, in_order)
-    return parts and [_cat(values, parts[member::num]) for member in range(num)]
-
-
-def _cat(values: Values, parts: Sequence[Value]) -> Value:
-    pieces = concatenated([(part.pieces or (), part.shape or ()) for part in parts], 0)
-    return values.moved(parts[0].dtype, (sum(part.numel for part in parts),), pieces or ())
+    return parts and [beside(values, parts[member::num], 0) for member in range(num)]
