@@ -202,9 +202,15 @@ axiom("scaling", _SCALING, aten.div.Scalar, aten.div.Tensor)(_scaled("div", aten
 axiom("scaling", _SCALING, aten.mul.Scalar, aten.mul.Tensor)(_scaled("mul", aten.mul.Scalar))
 
 
-@axiom("negation", "a negative depends on one element alone, and is the number again if negated", aten.neg.default)
+@axiom(
+    "negation",
+    "a negative, of no complex number, depends on one element alone, and is the number again if negated",
+    aten.neg.default,
+)
 def _negated(values: Values, result: Any, x: Value) -> Result:
-    return None if x.pieces is None or x.dtype in (None, torch.bool) else _negative(values, x)
+    if x.pieces is None or x.dtype is None or x.dtype.is_complex:  # a tail negates zeros, a vector does not
+        return None
+    return None if x.dtype == torch.bool else _negative(values, x)
 
 
 def _negative(values: Values, x: Value) -> Value:

@@ -170,6 +170,8 @@ DIFFERENT: dict[str, tuple[Make, Make]] = {
 COMPLEX: dict[str, tuple[Any, Any]] = {
     "times 1": (lambda c, x, _: c.mul_Scalar(x, 1), lambda c, x, _: x),
     "times -1": (lambda c, x, _: c.mul_Scalar(x, -1), lambda c, x, _: c.neg_default(x)),
+    "negated twice": (lambda c, x, _: c.neg_default(c.neg_default(x)), lambda c, x, _: x),
+    "minus": (lambda c, x, y: c.sub_Tensor(x, y), lambda c, x, y: c.add_Tensor(x, c.neg_default(y))),
     "halves": (lambda c, x, _: c.div_Scalar(x, 2), lambda c, x, _: c.mul_Scalar(x, 0.5)),
     "times 2 twice": (
         lambda c, x, _: c.mul_Scalar(c.mul_Scalar(x, 2), 2),
@@ -198,7 +200,7 @@ def test_what_cannot_be_run_is_refused_and_not_called_different(
 
 
 @pytest.mark.parametrize("name", COMPLEX)
-def test_products_of_complex_numbers_follow_no_rule(captured: CapturedStep, name: str) -> None:
+def test_products_and_negatives_of_complex_numbers_follow_no_rule(captured: CapturedStep, name: str) -> None:
     one, two = map(complex_, COMPLEX[name])
     assert answer(captured, one, one) == "proved"
     assert answer(captured, one, two) != "proved"
