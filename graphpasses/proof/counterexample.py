@@ -294,7 +294,7 @@ class _Run:
             if any(size != inputs[part] for size in outputs):  # not all ranks cut alike
                 raise CannotRunError(f"{name} needs other ranks")
             sent = self._of_ranks("value", args[0][1].number, len(inputs))
-            return torch.cat([each.split(inputs)[part] for each in sent])
+            return torch.cat([each.split(inputs)[part] for each in sent])  # type: ignore[no-untyped-call]
         if operator == "all_reduce":
             num_ranks = len(named_group_ranks(args[-1][1]))
         elif operator in ("reduce_scatter_tensor", "all_gather_into_tensor"):

@@ -199,11 +199,8 @@ class Evaluation(Calls):
             if (integers := held_numbers(self._table, held)) is not None:
                 self._axioms.add("constants")
             return integers or self.opaque(node, fake, ("attribute", held))
-        if node.target is operator.getitem:
-            source, index = node.args
-            of = self._of[source]  # type: ignore[index]
-            if isinstance(of, list) and isinstance(index, int):
-                return of[index]  # what its memory holds since is read where this is
+        if self._is_part(node):
+            return self._of[argument(node)][node.args[1]]  # what its memory holds since is read where this is
         if is_collective(node):
             return self._launch(node)
         if node.target == WAIT and (launch := node.all_input_nodes[0]) in self._waiting:
@@ -239,13 +236,17 @@ class Evaluation(Calls):
         key = self._after_others(draws(node), has_state, key)
         result = self.opaque(node, fake, key)
         if node.target == PACK and isinstance(result, Value):
-            inputs, splits = self._arguments(node)[0]
-            numbers = evaluated(inputs, self._number), evaluated(splits, self._number)
-            self._packs.pack(result.number, inputs, splits, *numbers)
+            given = self._arguments(node)[0]
+            self._packs.pack(result.number, given, evaluated(given, self._number))
         self._note_columns(node, result)
         if writes:
             return self._written(node, writes, key, result)
         return result
+
+    def _is_part(self, node: fx.Node) -> bool:
+        """Whether a node takes one of several values that a call returned."""
+        is_item = node.target is operator.getitem and isinstance(node.args[1], int)
+        return is_item and isinstance(self._of[argument(node)], list)
 
     def _offloaded(self, node: fx.Node) -> Result:
         """Returns the value of an activation that is moved to the CPU or back; the wait frees its old memory."""
@@ -342,13 +343,11 @@ class Evaluation(Calls):
             return
         nodes = [each for of_rank in by_rank for each in of_rank]
         sizes = {size_expression(self._facts[each].shape[0]) for each in nodes if self._facts[each].dim() == 2}
-        rows = [row for each in nodes if (row := self._row_of(self._read(each))) is not None]
-        if len(rows) != len(nodes) or len(sizes) != 1:
+        of_ranks: Any = [[self._row_of(self._read(each)) for each in of_rank] for of_rank in by_rank]
+        if any(None in of_rank for of_rank in of_ranks) or len(sizes) != 1:
             return
-        in_order = iter(rows)
-        of_ranks: Any = [[*itertools.islice(in_order, len(of_rank))] for of_rank in by_rank]
         if str(node.target) == _FROM_COLUMNS:
-            of_ranks = [[each] for each in _SPLIT(self._table, None, rows[0], [*args[1]], 1) or ()]
+            of_ranks = [[each] for each in _SPLIT(self._table, None, of_ranks[0][0], [*args[1]], 1) or ()]
         self._columns.send(result, sizes.pop(), of_ranks)
 
     def _row_count(self, size: Hashable) -> Hashable:

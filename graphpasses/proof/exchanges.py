@@ -52,19 +52,11 @@ class Packs:
         self._packed: dict[int, _Packed] = {}
         self._received: dict[int, tuple[_Packed, Sequence[Any], Hashable]] = {}
 
-    def pack(
-        self,
-        packed: int,
-        inputs: Sequence[fx.Node],
-        sizes: Sequence[Any],
-        numbers: Sequence[Any],
-        splits: Sequence[Hashable],
-    ) -> None:
-        """Notes a call that packs ``inputs``, cut in ``sizes``; the others are numbers of the values."""
-        fakes = tuple(self._facts[each] for each in inputs)
-        self._packed[packed] = _Packed(
-            fakes, tuple(numbers), _by_member(self.sizes(sizes), len(fakes)), _by_member(splits, len(fakes))
-        )
+    def pack(self, packed: int, given: Sequence[Any], numbers: Sequence[Any]) -> None:
+        """Notes a call that packs tensors, cut in sizes: as they are given, and as numbers of their values."""
+        (inputs, sizes), (of_inputs, of_sizes), num = given, numbers, len(given[0])
+        splits = _by_member(self.sizes(sizes), num), _by_member(of_sizes, num)
+        self._packed[packed] = _Packed(tuple(map(self._facts.__getitem__, inputs)), tuple(of_inputs), *splits)
 
     def __contains__(self, packed: int) -> bool:
         """Whether a number is that of what was packed."""

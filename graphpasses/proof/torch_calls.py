@@ -58,7 +58,7 @@ class TorchCalls(Evaluation):
 
     def evaluate_node(self, node: fx.Node) -> Result:
         """Returns the value of a node, after those before it, and notes which values with a gradient it reads."""
-        is_use = node in self._reached and not _is_part(self._of, node)
+        is_use = node in self._reached and not self._is_part(node)
         read = filter(has_gradient, node.all_input_nodes) if is_use else ()
         used = {number for each in read for number in _numbers(self._read(each))}
         value = self._value(node)
@@ -74,7 +74,7 @@ class TorchCalls(Evaluation):
         return super().opaque(node, fake, key, part)
 
     def _value(self, node: fx.Node) -> Result:
-        is_call = node.op in ("call_function", "call_method") and not _is_part(self._of, node)
+        is_call = node.op in ("call_function", "call_method") and not self._is_part(node)
         if not is_call or is_collective(node) or node.target == WAIT:
             return super().evaluate_node(node)
         if node.target is SET_GRAD_ENABLED:
@@ -99,19 +99,9 @@ class TorchCalls(Evaluation):
         )
         if effects.changes_context:
             self._context = self._table.source(("context after", key))
-        if effects.has_hidden_state:
-            key = ("drawn", key, self._random)
-            self._random = self._table.source(("random state after", key))
+        key = self._after_others(effects.has_hidden_state, False, key)
         result = self.opaque(node, self._facts[node], key)
         return self._written(node, effects.writes, key, result) if effects.writes else result
-
-
-def _is_part(values: Any, node: fx.Node) -> bool:
-    """Whether a node takes one of several values that a call returned."""
-    if node.target is not operator.getitem:
-        return False
-    source, index = node.args
-    return isinstance(values[source], list) and isinstance(index, int)
 
 
 def _numbers(value: Result) -> Iterator[int]:
