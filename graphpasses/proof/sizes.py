@@ -152,17 +152,17 @@ class Sizes:
             return [self._of_all(place, own, group) for place in zip(*by_rank, strict=True)]
         if not name:
             return self._of_members(by_rank, own, group)
-        tells: list[_Tell] = [None] * len(by_rank[own])
         if is_single:
             tells = [self._of_all((place,), own, group, num) for place in by_rank[own]]
-        elif self._note_said(name, by_rank, group):
-            told = self._told[group]
-            launch = told.launches.index(name)
-            for index in range(len(tells)):
-                # Constants others may have or not: they are known by where they stand.
-                numbers = [said[launch][own][index] for said in told.by_rank]
+        else:
+            told = self._told[group] if self._note_said(name, by_rank, group) else None
+            launch = told.launches.index(name) if told is not None else 0
+            tells = []
+            for index in range(len(by_rank[own])):
+                # Constants others may have or not, and what nobody was asked of: they are known by where they stand.
+                numbers = [-1] * num if told is None else [said[launch][own][index] for said in told.by_rank]
                 what = [(number,) if number >= 0 else (name, index) for number in numbers]
-                tells[index] = tuple(Term("told", (group, rank, *what[rank]), None, ()) for rank in range(num))
+                tells.append(tuple(Term("told", (group, rank, *what[rank]), None, ()) for rank in range(num)))
         self._launches.setdefault(group, []).append((by_rank, tells))
         return tells
 
