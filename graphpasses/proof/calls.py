@@ -33,6 +33,7 @@ from graphpasses.proof.core.values import Argument, Result, Value
 from graphpasses.proof.core.views import View
 from graphpasses.proof.rows import AXIOM as ROWS
 from graphpasses.proof.rows import ROW_BY_ROW, Made, RowValues, by_row, row_shape
+from graphpasses.proof.sizes import Sizes
 from graphpasses.proof.spelling import Call, evaluated, plain_call
 
 aten = torch.ops.aten
@@ -43,8 +44,9 @@ class Calls(Memory):
 
     _table: RowValues
 
-    def __init__(self, values: RowValues, facts: Facts) -> None:
+    def __init__(self, values: RowValues, facts: Facts, sizes: Sizes) -> None:
         super().__init__(values, facts)
+        self._sizes = sizes
         self._axioms: set[str] = set()  # the names of those that were used
         self._random = values.source(("random state",))
         self._hidden = values.source(("hidden state",))
@@ -123,17 +125,16 @@ class Calls(Memory):
 
     def _made_by(self, node: fx.Node) -> Made | list[Made]:
         """Returns what rules are told of a node's results, whose sizes are known."""
-        fakes, views = (self._facts[node], [place.view for place in self._facts.places[node] if place is not None])
-        made = [
-            Made(view.shape, view.dtype, fake.device) for view, (fake, _) in zip(views, leaves(fakes), strict=True)
-        ]
+        fakes, views = self._facts[node], [place.view for place in self._facts.places[node] if place is not None]
+        tensors = zip(views, leaves(fakes), strict=True)
+        made = [Made(view.shape, view.dtype, fake.device) for view, (fake, _) in tensors]
         return made if isinstance(fakes, (list, tuple)) else made[0]
 
     def _by_row(self, node: fx.Node, target: Any) -> Result:
         """Returns what a rule says of each row."""
         key = self._call(node.target, node.args, node.kwargs)
         args, kwargs = self._read_all(target, node)
-        found = by_row(self._table, target, key, self._facts[node], args, kwargs, self._row_count)
+        found = by_row(self._table, target, key, self._facts[node], args, kwargs, self._sizes.row_count)
         if found is not None:
             self._axioms.add(ROWS)
         return found
@@ -165,10 +166,6 @@ class Calls(Memory):
         (place,) = self._facts.places[node][:1] or [None]
         sizes: Any = node.args[1] if node.target == aten.view.default and len(node.args) > 1 else None
         return place is not None and sizes is not None and tuple(sizes[1:]) == row_shape(place.view)
-
-    def _row_count(self, size: Hashable) -> Hashable:
-        """Returns the name of a number of rows, one for those that are equal."""
-        return size
 
     def _read_all(self, target: Any, node: fx.Node) -> Call:
         """Returns the arguments of a call, with values in the places of nodes."""

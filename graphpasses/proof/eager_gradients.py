@@ -166,15 +166,13 @@ class EagerGradients:
         assert dtype is not None
         in_order = sorted(reductions, key=lambda each: each.gradient)  # fx compares nodes by their places
         uses = sorted(use for each in in_order for use in added_uses(each.gradient))
-        total = self._total([self._like(self._of[use], self._of[in_order[0].gradient]) for use in uses])
+        shape = self._of[in_order[0].gradient].shape
+        total = self._total(
+            [self.values.moved(each.dtype, shape, each.pieces) for each in map(self._of.__getitem__, uses)]
+        )
         yield None if total is None else elements.cast(self.values, total, dtype)
         whole = [self._of[each.gradient] for each in in_order]
         yield self._total([elements.cast(self.values, each, dtype) for each in whole])
-
-    def _like(self, use: Value, gradient: Value) -> Value:
-        assert gradient.shape is not None
-        assert use.pieces is not None
-        return self.values.moved(use.dtype, gradient.shape, use.pieces)
 
     def _total(self, summands: list[Value]) -> Value | None:
         total: Value | None = summands[0]

@@ -77,8 +77,7 @@ class Evaluation(Calls):
         before: Evaluated | None = None,
         sizes: Sizes | None = None,
     ) -> None:
-        super().__init__(values, facts)
-        self._sizes = sizes or Sizes(values)
+        super().__init__(values, facts, sizes or Sizes(values))
         self._columns = self._sizes.columns
         self._graph = graph
         if before is not None:
@@ -349,9 +348,6 @@ class Evaluation(Calls):
         if str(node.target) == _FROM_COLUMNS:
             of_ranks = [[each] for each in _SPLIT(self._table, None, of_ranks[0][0], [*args[1]], 1) or ()]
         self._columns.send(result, sizes.pop(), of_ranks)
-
-    def _row_count(self, size: Hashable) -> Hashable:
-        return self._sizes.row_count(size)
 
     def _row_of(self, value: Result) -> Value | None:
         """Returns a row, [1, columns], of a tensor of an unknown number of rows, or all rows of another."""
