@@ -102,9 +102,8 @@ class SizeNumbering:
         return ids
 
     def _constant(self, value: Any) -> Tensor | None:
-        if not isinstance(value, Tensor) or value.dtype not in _INTEGERS or value.device.type != "cpu":
-            return None
-        if value.numel() > _MAX_NUMBERS:
+        is_read = isinstance(value, Tensor) and value.dtype in _INTEGERS and value.device.type == "cpu"
+        if not is_read or value.numel() > _MAX_NUMBERS:
             return None
         return torch.tensor([self._id(number) for number in value.reshape(-1).tolist()]).view(value.shape)
 

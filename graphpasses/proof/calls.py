@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
+from graphpasses._torch import pytree
 from graphpasses._torch.fake_mode import fake_call, fake_mode_of
 from graphpasses._torch.schemas import (
     FunctionalizedCall,
@@ -32,6 +33,7 @@ from graphpasses.proof.core.values import Argument, Result, Value
 from graphpasses.proof.core.views import View
 from graphpasses.proof.rows import AXIOM as ROWS
 from graphpasses.proof.rows import ROW_BY_ROW, Made, RowValues, by_row, row_shape
+from graphpasses.proof.sizes import Sizes
 from graphpasses.proof.spelling import Call, evaluated, plain_call
 
 aten = torch.ops.aten
@@ -42,8 +44,9 @@ class Calls(Memory):
 
     _table: RowValues
 
-    def __init__(self, values: RowValues, facts: Facts) -> None:
+    def __init__(self, values: RowValues, facts: Facts, sizes: Sizes) -> None:
         super().__init__(values, facts)
+        self._sizes = sizes
         self._axioms: set[str] = set()  # the names of those that were used
         self._random = values.source(("random state",))
         self._hidden = values.source(("hidden state",))
@@ -122,17 +125,16 @@ class Calls(Memory):
 
     def _made_by(self, node: fx.Node) -> Made | list[Made]:
         """Returns what rules are told of a node's results, whose sizes are known."""
-        fakes, views = (self._facts[node], [place.view for place in self._facts.places[node] if place is not None])
-        made = [
-            Made(view.shape, view.dtype, fake.device) for view, (fake, _) in zip(views, leaves(fakes), strict=True)
-        ]
+        fakes, views = self._facts[node], [place.view for place in self._facts.places[node] if place is not None]
+        tensors = zip(views, leaves(fakes), strict=True)
+        made = [Made(view.shape, view.dtype, fake.device) for view, (fake, _) in tensors]
         return made if isinstance(fakes, (list, tuple)) else made[0]
 
     def _by_row(self, node: fx.Node, target: Any) -> Result:
         """Returns what a rule says of each row."""
         key = self._call(node.target, node.args, node.kwargs)
         args, kwargs = self._read_all(target, node)
-        found = by_row(self._table, target, key, self._facts[node], args, kwargs, self._row_count)
+        found = by_row(self._table, target, key, self._facts[node], args, kwargs, self._sizes.row_count)
         if found is not None:
             self._axioms.add(ROWS)
         return found
@@ -164,10 +166,6 @@ class Calls(Memory):
         (place,) = self._facts.places[node][:1] or [None]
         sizes: Any = node.args[1] if node.target == aten.view.default and len(node.args) > 1 else None
         return place is not None and sizes is not None and tuple(sizes[1:]) == row_shape(place.view)
-
-    def _row_count(self, size: Hashable) -> Hashable:
-        """Returns the name of a number of rows, one for those that are equal."""
-        return size
 
     def _read_all(self, target: Any, node: fx.Node) -> Call:
         """Returns the arguments of a call, with values in the places of nodes."""
@@ -241,11 +239,11 @@ class Calls(Memory):
 
         None where it writes views of which nothing is known.
         """
-        written = [view.base for view in views(call)]
+        written = [view.base for view in pytree.tree_leaves([*call.writes.values()]) if view is not None]
         overlapping: list[Hashable] = []
         values: dict[str, Any] = {}
         for name, view in call.writes.items():
-            values[name] = _written_bases(view, call.bases)
+            values[name] = pytree.tree_map(lambda each: each and call.bases[each.base], view)
             if isinstance(view, WrittenView) and view.view is not None:
                 found = self._written_view(node, call.bases[view.base], view, call.op)
                 if found is None:
@@ -327,21 +325,6 @@ def _is_known(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_known, value))
     return not isinstance(value, Value) or value.dtype is None or value.pieces is not None
-
-
-def views(call: FunctionalizedCall) -> list[Any]:
-    """Returns which bases a call writes, argument by argument."""
-    found: list[Any] = []
-    for view in call.writes.values():
-        found += view if isinstance(view, list) else [view] * (view is not None)
-    return found
-
-
-def _written_bases(view: Any, bases: Sequence[fx.Node]) -> Any:
-    """Returns the bases in place of what says which of them an argument is."""
-    if isinstance(view, list):
-        return [_written_bases(each, bases) for each in view]
-    return None if view is None else bases[view.base]
 
 
 def draws_elsewhere(node: fx.Node, results: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Container, Generator, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -43,10 +43,13 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "product": lambda each: each.prod(0),
 }
 
-Request = tuple[str, Any, int]
-"""``("value" | "source" | "call", its number or key, rank)``: of other ranks than this all have the same inputs."""
+Kind = Literal["value", "source", "call"]
+Request = tuple[Kind, Any, int]
+"""A kind, its number or key, and a rank: of other ranks than this all have the same inputs."""
 
-Steps = Generator[Request, Any, Any]
+
+class _NeededError(Exception):
+    """What a request asks for needs what others ask for, which was not made yet."""
 
 
 @dataclass(frozen=True)
@@ -116,56 +119,52 @@ class _Run:
                 torch.set_rng_state(state)
 
     def _run(self, request: Request) -> Any:
-        pending = [(request, self._steps(request))]
-        answer: Any = None
-        while pending and request not in self._known:
-            asked, steps = pending[-1]
-            try:
-                needed = steps.send(answer)
-            except StopIteration as done:
+        pending = [request]
+        while pending:
+            kind, what, rank = asked = pending[-1]
+            if asked in self._known:
                 pending.pop()
-                answer = self._known[asked] = self._counted(done.value)
+                continue
+            try:
+                made = {"value": self._value, "source": self._source, "call": self._call}[kind](what, rank)
+            except _NeededError as needed:
+                pending += needed.args
                 continue
             except _REFUSALS as error:
-                failed = CannotRunError(f"{_named(asked)}: {str(error).splitlines()[0]}")
-                failed.__cause__ = error
-                if asked[0] != "call":
-                    raise failed from error
-                pending.pop()
-                answer = self._known[asked] = failed
-                continue
-            answer = self._known.get(needed)
-            if needed not in self._known:
-                pending.append((needed, self._steps(needed)))
+                made = CannotRunError(f"{_named(asked)}: {str(error).splitlines()[0]}")
+                made.__cause__ = error
+                if kind != "call":
+                    raise made from error
+            self._num_elements += made.numel() if isinstance(made, torch.Tensor) else 1
+            if self._num_elements > MAX_ELEMENTS or len(self._known) > MAX_TERMS:
+                raise CannotRunError("it is too large")
+            self._known[asked] = made
         return self._known[request]
 
-    def _counted(self, made: Any) -> Any:
-        self._num_elements += made.numel() if isinstance(made, torch.Tensor) else 1
-        if self._num_elements > MAX_ELEMENTS or len(self._known) > MAX_TERMS:
-            raise CannotRunError("it is too large")
-        return made
+    def _all(self, *requests: Request) -> list[Any]:
+        """Returns what requests ask for, if all of it was made; their request is tried again when it was."""
+        if missing := [each for each in requests if each not in self._known]:
+            raise _NeededError(*missing)
+        return [self._known[each] for each in requests]
 
-    def _steps(self, request: Request) -> Steps:
-        kind, what, rank = request
-        make: Any = {"value": self._value, "source": self._source, "call": self._call}[kind]
-        return make(what, rank)  # type: ignore[no-any-return]
+    def _one(self, kind: Kind, what: Any, rank: int) -> Any:
+        return self._all((kind, what, rank))[0]
 
-    def _value(self, number: int, rank: int) -> Steps:
+    def _value(self, number: int, rank: int) -> Any:
         value = self.values[number]
         if value.pieces is None:
-            return (yield "source", value.source, rank)
-        self._counted(None)
+            return self._one("source", value.source, rank)
         if value.numel > MAX_ELEMENTS:
             raise CannotRunError("it is too large")
+        sources = self._all(*(("source", piece.source, rank) for piece in value.pieces))
         result = torch.empty(value.numel, dtype=value.dtype)
-        for piece in value.pieces:
-            data = yield "source", piece.source, rank
+        for piece, data in zip(value.pieces, sources, strict=True):
             sizes, places, reads = zip(*piece.dims, strict=True) if piece.dims else ((), (), ())
             part = strided(data.view(value.dtype), sizes, reads, piece.offset)
             torch.as_strided(result, sizes, places, piece.start).copy_(part)
         return result.reshape(value.shape or ())
 
-    def _source(self, source: int, rank: int) -> Steps:
+    def _source(self, source: int, rank: int) -> Any:
         key = self.values.key(source)
         match key:
             case ["constant", dtype, text, number]:
@@ -175,21 +174,19 @@ class _Run:
                 return torch.full((self.values.numel(source),), fill, dtype=dtype)
             case Term("remote", _, _, (of,)):
                 num_ranks = self.values.numel(source) // self.values.numel(of)
-                return torch.cat((yield from self._of_ranks("source", of, num_ranks)))
+                return torch.cat(self._of_ranks("source", of, num_ranks))
             case Term("told", (_, of, own, offsets), _, (_, *_) as sources) if rank == 0:
-                return (yield "source", sources[own], int(of != own))[offsets[own]].reshape(1)
+                return self._one("source", sources[own], int(of != own))[offsets[own]].reshape(1)
             case Term("tensor", (number,)):
-                return (yield "value", number, rank).reshape(-1)
+                return self._one("value", number, rank).reshape(-1)
             case Term(kind, parameters, read_as, operands):
-                given = []
-                for each in operands:
-                    data = yield "source", each, rank
-                    given.append(data if read_as is None else data.view(read_as))
+                given = self._all(*(("source", each, rank) for each in operands))
+                given = [data if read_as is None else data.view(read_as) for data in given]
                 return KINDS[kind].compute(*given, *parameters)  # type: ignore[misc]
             case ["random state"]:
                 return torch.Generator().manual_seed(self.seed + rank).get_state()
             case ["random state after", call]:
-                done = yield "call", call, rank
+                done = self._one("call", call, rank)
                 if isinstance(done, Exception):
                     raise done
                 return done[2]
@@ -203,7 +200,7 @@ class _Run:
                 return 0.375 + self.seed + rank
             case ["result", call, part, *kind]:
                 is_written = call[0] == "written" and len(call) == 3
-                done = yield "call", call[2] if is_written else call, rank
+                done = self._one("call", call[2] if is_written else call, rank)
                 if isinstance(done, Exception):
                     return self._stand_in(source, done, kind, rank)
                 # Of one element of lists, one tensor is written.
@@ -220,8 +217,8 @@ class _Run:
         dtype, _, shape = kind
         return self._input(("stand-in", source, rank), dtype, math.prod(shape))
 
-    def _of_ranks(self, kind: str, what: Any, num_ranks: int) -> Steps:
-        own, other = (yield kind, what, 0), (yield kind, what, 1)
+    def _of_ranks(self, kind: Kind, what: Any, num_ranks: int) -> list[torch.Tensor]:
+        own, other = self._all((kind, what, 0), (kind, what, 1))
         return [own, *[other] * (num_ranks - 1)]
 
     def _input(self, name: Hashable, dtype: torch.dtype, numel: int) -> torch.Tensor:
@@ -236,32 +233,31 @@ class _Run:
 
     # ---- calls: what they return, what they write, and the state of random numbers after them -------------
 
-    def _call(self, key: Any, rank: int) -> Steps:
+    def _call(self, key: Any, rank: int) -> Any:
         match key:
             case ["drawn", call, state]:
-                return (yield from self._operator(call, rank, (yield "source", state, rank)))
+                return self._operator(call, rank, self._one("source", state, rank))
             case ["call", *_]:
-                return (yield from self._operator(key, rank, None))
+                return self._operator(key, rank, None)
             case ["collective", str(name), args, _]:
-                return (yield from self._collective(name, args, rank)), [], None
+                return self._collective(name, args, rank), [], None
             case ["part of memory", number, held, seen, None]:
-                data = yield "value", number, rank
+                data = self._one("value", number, rank)
                 return view_of(buffer_of(data, held), seen).clone(), [], None
             case ["written in part", old, held, seen, new]:
-                buffer = buffer_of((yield "value", old, rank), held)
-                view_of(buffer, seen).copy_((yield "value", new, rank))
+                data, written = self._all(("value", old, rank), ("value", new, rank))
+                buffer = buffer_of(data, held)
+                view_of(buffer, seen).copy_(written)
                 return view_of(buffer, held).clone(), [], None
         raise CannotRunError(f"{key[0]} has no value on one rank")
 
-    def _operator(self, key: Any, rank: int, state: torch.Tensor | None) -> Steps:
+    def _operator(self, key: Any, rank: int, state: torch.Tensor | None) -> Any:
         _, name, args, kwargs, *overlaps = key
         text = name[0] if isinstance(name, tuple) else name
         if not text.startswith(_FUNCTIONS if isinstance(name, tuple) else _LIBRARIES):
             raise ValueError("only ATen's operators are run here")
-        given = yield from self._thawed(args, rank)
-        named = {}
-        for keyword, value in kwargs:
-            named[keyword] = yield from self._thawed(value, rank)
+        given = self._thawed(args, rank)
+        named = {keyword: self._thawed(value, rank) for keyword, value in kwargs}
         if isinstance(name, tuple):
             return self.functions[name[1]](*given, **named), [], None
         namespace, packet, overload = name.split(".")
@@ -290,37 +286,34 @@ class _Run:
             result = result[0]
         return result, written, torch.get_rng_state()
 
-    def _collective(self, name: str, args: Any, rank: int) -> Steps:
+    def _collective(self, name: str, args: Any, rank: int) -> torch.Tensor:
         operator = name.split(".")[1]
         if operator == "all_to_all_single":
             outputs, inputs = ([size for _, size in sizes] for sizes in args[1:3])
             part = min(rank, len(inputs) - 1)
             if any(size != inputs[part] for size in outputs):  # not all ranks cut alike
                 raise CannotRunError(f"{name} needs other ranks")
-            sent = yield from self._of_ranks("value", args[0][1].number, len(inputs))
-            return torch.cat([each.split(inputs)[part] for each in sent])
+            sent = self._of_ranks("value", args[0][1].number, len(inputs))
+            return torch.cat([each.split(inputs)[part] for each in sent])  # type: ignore[no-untyped-call]
         if operator == "all_reduce":
             num_ranks = len(named_group_ranks(args[-1][1]))
         elif operator in ("reduce_scatter_tensor", "all_gather_into_tensor"):
             num_ranks = args[-2][1]
         else:
             raise CannotRunError(f"{name} needs other ranks")
-        sent = yield from self._of_ranks("value", args[0][1].number, num_ranks)
+        sent = self._of_ranks("value", args[0][1].number, num_ranks)
         if operator == "all_gather_into_tensor":
             return torch.cat(sent)
         total = _REDUCTIONS[args[1][1]](torch.stack(sent)).to(sent[0].dtype)
         return total if operator == "all_reduce" else total.chunk(num_ranks)[min(rank, num_ranks - 1)]
 
-    def _thawed(self, frozen: Any, rank: int) -> Steps:
+    def _thawed(self, frozen: Any, rank: int) -> Any:
         """Returns an argument of which :func:`freeze` made a key."""
         if len(frozen) != 2 or not isinstance(frozen[0], type):
-            found = []
-            for each in frozen:
-                found.append((yield from self._thawed(each, rank)))
-            return found
+            return [self._thawed(each, rank) for each in frozen]
         kind, value = frozen
         if kind is Argument:
-            made = yield "value", value.number, rank
+            made = self._one("value", value.number, rank)
             return laid_out(made, value.layout) if isinstance(made, torch.Tensor) else made
         if kind is float:
             return float.fromhex(value)

@@ -155,7 +155,9 @@ def _made_of(values: Values, sources: _Sources) -> _Leaf | tuple[Value, Value]:
         return _made_of(values, _Sources(a[1], b[1]))
     if a[0] == b[0] == "result" and a[2:] == b[2:]:
         return _keys(values, a[1], b[1])
-    return _unlike(values, sources.one, sources.two)
+    one, two = (_operator(values, each) for each in (sources.one, sources.two))
+    reason = f"{one} became {two}" if one != two else f"{one} is another"
+    return _Leaf(reason, _unknown(*(key[1] for key in (a, b) if key[0] == "result")))
 
 
 def _keys(values: Values, a: Any, b: Any) -> _Leaf | tuple[Value, Value]:
@@ -177,12 +179,6 @@ def _keys(values: Values, a: Any, b: Any) -> _Leaf | tuple[Value, Value]:
             return _Leaf(f"{a[1]} reads a tensor {_layouts(x.layout, y.layout)}", _unknown(a, b))
         return _Leaf(f"{a[1]} is given {_plain(y)} instead of {_plain(x)}", _unknown(a, b))
     return _Leaf(f"{_called(a)} became {_called(b)}", _unknown(a, b))
-
-
-def _unlike(values: Values, one: int, two: int) -> _Leaf:
-    a, b = _operator(values, one), _operator(values, two)
-    reason = f"{a} became {b}" if a != b else f"{a} is another"
-    return _Leaf(reason, _unknown(*(values.key(each)[1] for each in (one, two) if values.key(each)[0] == "result")))
 
 
 def _first_unlike(a: Any, b: Any) -> tuple[Any, Any]:

@@ -18,9 +18,10 @@ from graphpasses.graph import TrainGraph
 from graphpasses.graph.parameters import ParameterInfo
 from graphpasses.ops.reduce_in_tree import ALL_REDUCE_IN_TREE, REDUCE_SCATTER_IN_TREE
 from graphpasses.proof import elements, movement
-from graphpasses.proof.core.values import Argument, Pieces, Value, Values
+from graphpasses.proof.core.operators import RULES
+from graphpasses.proof.core.values import Argument, Value, Values
 from graphpasses.proof.evaluated import Evaluated
-from graphpasses.proof.pieces import concatenated, strides_of, viewed
+from graphpasses.proof.pieces import viewed
 from graphpasses.proof.terms import Term, term_of
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ TOPOLOGY_AXIOM = (
     "on the given topology NCCL adds an element in the order of its channel's ring: where two places have one order, "
     "op, dtype and group, they have the same bits"
 )
+_SPLIT = RULES[torch.ops.aten.split.Tensor][1]
 _REDUCE_SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
 _ALL_REDUCE = "_c10d_functional.all_reduce.default"
 _NAMES: dict[str, Collective] = {
@@ -138,10 +140,10 @@ class EagerGradients:
         assert sent.pieces is not None
         row = sent.numel // shards
         cut = viewed(sent.pieces, (shards, row), [((shards, place.padded_numel), (row, 1), offset)])
-        pieces = cut and self._unscaled(cut[0])
-        columns = pieces and self.values.moved(sent.dtype, (shards, place.padded_numel), pieces)
-        if not columns:
+        if not cut or not cut[0]:
             return "it cannot be followed into the bucket"
+        columns = self.values.moved(sent.dtype, (shards, place.padded_numel), cut[0])
+        columns = elements.of_others(self.values, columns, sent.dtype, self._unscaled)
         for total in self._sums(reductions, sent.dtype):
             if total is not None and any(
                 self._rows(info, each, shards) is columns for each in (total, *self._all_reduced(total, columns))
@@ -164,15 +166,13 @@ class EagerGradients:
         assert dtype is not None
         in_order = sorted(reductions, key=lambda each: each.gradient)  # fx compares nodes by their places
         uses = sorted(use for each in in_order for use in added_uses(each.gradient))
-        total = self._total([self._like(self._of[use], self._of[in_order[0].gradient]) for use in uses])
+        shape = self._of[in_order[0].gradient].shape
+        total = self._total(
+            [self.values.moved(each.dtype, shape, each.pieces) for each in map(self._of.__getitem__, uses)]
+        )
         yield None if total is None else elements.cast(self.values, total, dtype)
         whole = [self._of[each.gradient] for each in in_order]
         yield self._total([elements.cast(self.values, each, dtype) for each in whole])
-
-    def _like(self, use: Value, gradient: Value) -> Value:
-        assert gradient.shape is not None
-        assert use.pieces is not None
-        return self.values.moved(use.dtype, gradient.shape, use.pieces)
 
     def _total(self, summands: list[Value]) -> Value | None:
         total: Value | None = summands[0]
@@ -182,25 +182,16 @@ class EagerGradients:
 
     def _rows(self, info: ParameterInfo, total: Value, shards: int) -> Value | None:
         """Returns a gradient in the order of its bucket: one row per rank, padded with zeros."""
-        dim, shape, pieces = info.shard_dim or 0, total.shape, total.pieces
-        assert shape is not None
-        assert pieces is not None
-        if dim:  # the chunks of another dim than 0 are brought to dim 0
-            size = shape[dim] // shards
-            chunk = (*shape[:dim], size, *shape[dim + 1 :])
-            strides = strides_of(shape)
-            views = [(chunk, strides, rank * size * strides[dim]) for rank in range(shards)]
-            parts = viewed(pieces, shape, views)
-            joined = parts and concatenated([(part, chunk) for part in parts], 0)
-            if not joined:
+        if dim := info.shard_dim:  # the chunks of another dim than 0 are brought to dim 0
+            assert total.shape is not None
+            parts = _SPLIT(self.values, None, total, total.shape[dim] // shards, dim)
+            joined = movement.beside(self.values, parts, 0) if isinstance(parts, list) else None
+            if joined is None:
                 return None
-            total = self.values.moved(total.dtype, (chunk[0] * shards, *chunk[1:]), joined)
+            total = joined
         return movement.chunk_cat(self.values, [total], shards)
 
-    def _unscaled(self, pieces: Pieces) -> Pieces:
-        return tuple(sorted(each._replace(source=self._unscaled_source(each.source)) for each in pieces))
-
-    def _unscaled_source(self, source: int) -> int:
+    def _unscaled(self, source: int) -> int:
         while self.may_scale and (quotient := self._quotient(source)):
             (source,) = quotient.operands
             self.is_scaled = True
@@ -220,7 +211,7 @@ class EagerGradients:
             return None
         cast = term_of(self.values, piece.source, "cast")  # once, back to the parameter's dtype
         source = piece.source if cast is None else cast.operands[0]
-        key = self.values.key(self._unscaled_source(source))
+        key = self.values.key(self._unscaled(source))
         if key[0] != "result" or key[1][0] != "collective" or key[1][1] not in _NAMES:
             return None
         _, operator, args, _ = key[1]

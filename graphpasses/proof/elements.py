@@ -142,11 +142,16 @@ def _holds_all(wide: torch.dtype | None, narrow: torch.dtype) -> bool:
     return wide in _INTEGERS and narrow in (torch.bool, *_INTEGERS[: _INTEGERS.index(wide)])
 
 
-_SCALING = "a product or quotient with a number depends on one element alone, is rounded once, and with 1 not at all"
+_SCALING = (
+    "a product or quotient with a number, of no complex ones, depends on one element alone, is rounded once, and "
+    "with 1 not at all"
+)
 
 
 def _scaled(name: str, target: Any) -> Rule:
     def rule(values: Values, result: Any, x: Any, number: Any) -> Result:
+        if result.dtype.is_complex:  # products of their parts are added up, in a vector otherwise than in its tail
+            return None
         if isinstance(x, Value) and isinstance(number, Value):
             return _combined(values, "product", x, number) if name == "mul" else None
         if not isinstance(x, Value) or x.pieces is None or not isinstance(number, (int, float)):
@@ -179,16 +184,10 @@ def _is_power_of_two(number: float, *, at_least: float = 2.0**-100) -> bool:
 
 def _unscaled(values: Values, x: Value, number: float) -> tuple[Value, float] | None:
     """Returns of what, and by what, a multiple of a tensor is one, if both factors are 2, 4, 8, …; else None."""
-    assert x.pieces is not None
-    assert x.shape is not None
-    pieces: list[Piece] = []
-    factors: set[float] = set()
-    for piece in x.pieces:
-        term = term_of(values, piece.source, "mul")
-        if term is None or not term.dtype == term.parameters[0] == x.dtype:
-            return None
-        pieces.append(piece._replace(source=term.operands[0]))
-        factors.add(term.parameters[2])
+    terms = {piece.source: term_of(values, piece.source, "mul") for piece in x.pieces or ()}
+    if any(term is None or not term.dtype == term.parameters[0] == x.dtype for term in terms.values()):
+        return None
+    factors = {term.parameters[2] for term in terms.values() if term is not None}
     if len(factors) != 1:
         return None
     if not all(each > 0 and _is_power_of_two(each, at_least=1.0) for each in (number, *factors)):
@@ -196,16 +195,22 @@ def _unscaled(values: Values, x: Value, number: float) -> tuple[Value, float] | 
     number *= factors.pop()
     if not _is_power_of_two(number, at_least=1.0):  # no dtype need have it
         return None
-    return values.moved(x.dtype, x.shape, tuple(sorted(pieces))), number
+    return of_others(values, x, x.dtype, lambda source: terms[source].operands[0]), number  # type: ignore[union-attr]
 
 
 axiom("scaling", _SCALING, aten.div.Scalar, aten.div.Tensor)(_scaled("div", aten.div.Scalar))
 axiom("scaling", _SCALING, aten.mul.Scalar, aten.mul.Tensor)(_scaled("mul", aten.mul.Scalar))
 
 
-@axiom("negation", "a negative depends on one element alone, and is the number again if negated", aten.neg.default)
+@axiom(
+    "negation",
+    "a negative, of no complex number, depends on one element alone, and is the number again if negated",
+    aten.neg.default,
+)
 def _negated(values: Values, result: Any, x: Value) -> Result:
-    return None if x.pieces is None or x.dtype in (None, torch.bool) else _negative(values, x)
+    if x.pieces is None or x.dtype is None or x.dtype.is_complex:  # a tail negates zeros, a vector does not
+        return None
+    return None if x.dtype == torch.bool else _negative(values, x)
 
 
 def _negative(values: Values, x: Value) -> Value:
@@ -222,23 +227,27 @@ def _lifted(
     undone: tuple[str, tuple[Any, ...], torch.dtype | None] | None = None,
 ) -> Value:
     """Applies to each source what is applied to each element, to a constant at once; undoes what is ``undone``."""
+
+    @functools.cache
+    def made_of(source: int) -> int:
+        made = values.key(source)
+        # Of a constant whose bytes are read in another dtype nothing is known.
+        element = _of_constant(made, x.dtype, apply)
+        if element is not None:
+            return constant(values, dtype, element)
+        if isinstance(made, Term) and made[:3] == undone:
+            return made.operands[0]
+        return values.source(Term(*key, (source,)), values.numel(source))
+
+    return of_others(values, x, dtype, made_of)
+
+
+def of_others(values: Values, x: Value, dtype: torch.dtype | None, other: Callable[[int], int]) -> Value:
+    """Returns a tensor of the elements of ``other`` sources, at the same places there."""
     assert x.pieces is not None
     assert x.shape is not None
-    of: dict[int, int] = {}
-    for piece in x.pieces:
-        if piece.source in of:
-            continue
-        made_of = values.key(piece.source)
-        # Of a constant whose bytes are read in another dtype nothing is known.
-        element = _of_constant(made_of, x.dtype, apply)
-        if element is not None:
-            of[piece.source] = constant(values, dtype, element)
-        elif isinstance(made_of, Term) and made_of[:3] == undone:
-            (of[piece.source],) = made_of.operands
-        else:
-            of[piece.source] = values.source(Term(*key, (piece.source,)), values.numel(piece.source))
-    pieces = tuple(sorted(piece._replace(source=of[piece.source]) for piece in x.pieces))
-    return values.moved(dtype, x.shape, pieces)
+    pieces = sorted(piece._replace(source=other(piece.source)) for piece in x.pieces)
+    return values.moved(dtype, x.shape, tuple(pieces))
 
 
 def _of_constant(key: Any, dtype: torch.dtype | None, apply: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
@@ -255,8 +264,8 @@ def _of_constant(key: Any, dtype: torch.dtype | None, apply: Callable[[torch.Ten
 
 @axiom(
     "sums",
-    "a sum or product of two elements depends on these alone, in any order, so it commutes with what moves both "
-    "alike; a difference is the sum with a negative",
+    "a sum, or a product of no complex numbers, of two elements depends on these alone, in any order, so it commutes "
+    "with what moves both alike; a difference is the sum with a negative",
     aten.add.Tensor,
 )
 def _add(values: Values, result: Any, x: Any, y: Any, **kwargs: Any) -> Result:

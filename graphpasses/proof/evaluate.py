@@ -32,15 +32,13 @@ from graphpasses.ops.pack_all_to_all import PACK, PACK_POOLED_EMBEDDINGS, UNPACK
 from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
 from graphpasses.proof import movement
 from graphpasses.proof.calls import Calls, draws_elsewhere, is_function
-from graphpasses.proof.columns import AXIOM as COLUMNS
 from graphpasses.proof.core.facts import Facts, Leaf, Place
 from graphpasses.proof.core.operators import AXIOMS, RULES
 from graphpasses.proof.core.values import Result, Value
 from graphpasses.proof.core.views import known_size
 from graphpasses.proof.elements import held_numbers
 from graphpasses.proof.evaluated import Collective, Evaluated
-from graphpasses.proof.exchanges import AXIOM as EXCHANGED
-from graphpasses.proof.exchanges import Exchanges
+from graphpasses.proof.exchanges import COLUMNS, PACKED, Packs
 from graphpasses.proof.rows import RowValues
 from graphpasses.proof.sizes import AXIOM as EXCHANGED_SIZES
 from graphpasses.proof.sizes import READ, Sizes, unpacked
@@ -79,15 +77,14 @@ class Evaluation(Calls):
         before: Evaluated | None = None,
         sizes: Sizes | None = None,
     ) -> None:
-        super().__init__(values, facts)
-        self._sizes = sizes or Sizes(values)
+        super().__init__(values, facts, sizes or Sizes(values))
         self._columns = self._sizes.columns
         self._graph = graph
         if before is not None:
             self._random, self._hidden = before.random_state, before.hidden_state
         self._constants = {**read_constants(graph.graph), **(constants or {})}
         self._given = given or {}
-        self._exchanges = Exchanges(facts)
+        self._packs = Packs(facts)
         self._arriving: dict[fx.Node, Result] = {}  # what launches bring
         self._waiting: dict[fx.Node, Result] = {}  # what launches bring for which nobody has waited
         self._freed: dict[Leaf, fx.Node] = {}
@@ -201,11 +198,8 @@ class Evaluation(Calls):
             if (integers := held_numbers(self._table, held)) is not None:
                 self._axioms.add("constants")
             return integers or self.opaque(node, fake, ("attribute", held))
-        if node.target is operator.getitem:
-            source, index = node.args
-            of = self._of[source]  # type: ignore[index]
-            if isinstance(of, list) and isinstance(index, int):
-                return of[index]  # what its memory holds since is read where this is
+        if self._is_part(node):
+            return self._of[argument(node)][node.args[1]]  # what its memory holds since is read where this is
         if is_collective(node):
             return self._launch(node)
         if node.target == WAIT and (launch := node.all_input_nodes[0]) in self._waiting:
@@ -241,13 +235,17 @@ class Evaluation(Calls):
         key = self._after_others(draws(node), has_state, key)
         result = self.opaque(node, fake, key)
         if node.target == PACK and isinstance(result, Value):
-            inputs, splits = self._arguments(node)[0]
-            numbers = evaluated(inputs, self._number), evaluated(splits, self._number)
-            self._exchanges.pack(result.number, inputs, splits, *numbers)
+            given = self._arguments(node)[0]
+            self._packs.pack(result.number, given, evaluated(given, self._number))
         self._note_columns(node, result)
         if writes:
             return self._written(node, writes, key, result)
         return result
+
+    def _is_part(self, node: fx.Node) -> bool:
+        """Whether a node takes one of several values that a call returned."""
+        is_item = node.target is operator.getitem and isinstance(node.args[1], int)
+        return is_item and isinstance(self._of[argument(node)], list)
 
     def _offloaded(self, node: fx.Node) -> Result:
         """Returns the value of an activation that is moved to the CPU or back; the wait frees its old memory."""
@@ -280,16 +278,16 @@ class Evaluation(Calls):
             if result is not None:
                 self._axioms.add("all-gather")
         if node.target == ALL_TO_ALL and isinstance(sent, Value):
-            result = self._brought(node, fake, args, [self._exchanges.sizes(each) for each in given_args[1:3]])
+            result = self._brought(node, fake, args, [self._packs.sizes(each) for each in given_args[1:3]])
         if result is None:
             result = self.opaque(node, fake, key)
         if isinstance(sent, Value) and isinstance(result, Value) and node.target == ALL_TO_ALL:
             outputs, inputs = given_args[1:3]
-            self._exchanges.send(sent.number, result.number, outputs, inputs, group)
+            self._packs.send(sent.number, result.number, outputs, inputs, group)
         self._waiting[node] = self._arriving[node] = result
         read = map(self._read, node.all_input_nodes)
         given = tuple(each for each in read if isinstance(each, Value))
-        is_followed = isinstance(sent, Value) and sent.number in self._exchanges
+        is_followed = isinstance(sent, Value) and sent.number in self._packs
         launch = Collective(node, given, group, freeze(args[1:]), is_followed)
         self._done.collectives.append(launch)
         return self._table.other(("launched", key, len(self._done.collectives)))
@@ -301,11 +299,11 @@ class Evaluation(Calls):
         if not isinstance(received, Value):
             return None
         given = self._arguments(node)[0]
-        is_known = self._columns.trusts(*self._exchanges.sizes(given[1]))
-        found = self._exchanges.unpack(received.number, given, splits) if is_known else None
+        is_known = self._columns.trusts(*self._packs.sizes(given[1]))
+        found = self._packs.unpack(received.number, given, splits) if is_known else None
         if found is None:
             return unpacked(self._table, received, given[1:])
-        self._axioms.add(EXCHANGED)
+        self._axioms.add(PACKED)
         self._done.unpacked[node] = [freeze(each[1:]) for each, _ in found]
         return [self._brought(node, fake, *each) for each, fake in zip(found, fakes, strict=True)]
 
@@ -344,17 +342,12 @@ class Evaluation(Calls):
             return
         nodes = [each for of_rank in by_rank for each in of_rank]
         sizes = {size_expression(self._facts[each].shape[0]) for each in nodes if self._facts[each].dim() == 2}
-        rows = [row for each in nodes if (row := self._row_of(self._read(each))) is not None]
-        if len(rows) != len(nodes) or len(sizes) != 1:
+        of_ranks: Any = [[self._row_of(self._read(each)) for each in of_rank] for of_rank in by_rank]
+        if any(None in of_rank for of_rank in of_ranks) or len(sizes) != 1:
             return
-        in_order = iter(rows)
-        of_ranks: Any = [[*itertools.islice(in_order, len(of_rank))] for of_rank in by_rank]
         if str(node.target) == _FROM_COLUMNS:
-            of_ranks = [[each] for each in _SPLIT(self._table, None, rows[0], [*args[1]], 1) or ()]
+            of_ranks = [[each] for each in _SPLIT(self._table, None, of_ranks[0][0], [*args[1]], 1) or ()]
         self._columns.send(result, sizes.pop(), of_ranks)
-
-    def _row_count(self, size: Hashable) -> Hashable:
-        return self._sizes.row_count(size)
 
     def _row_of(self, value: Result) -> Value | None:
         """Returns a row, [1, columns], of a tensor of an unknown number of rows, or all rows of another."""
@@ -374,8 +367,8 @@ class Evaluation(Calls):
         if kwargs or not isinstance(received, Value):
             return None
         if is_split:
-            return None if any(args[2:]) else self._columns.split(received, self._exchanges.sizes(args[1]))
-        return self._columns.joined(received, self._exchanges.sizes(args[1:2])[0], args[2])
+            return None if any(args[2:]) else self._columns.split(received, self._packs.sizes(args[1]))
+        return self._columns.joined(received, self._packs.sizes(args[1:2])[0], args[2])
 
     @functools.cached_property
     def _draws_elsewhere(self) -> bool:

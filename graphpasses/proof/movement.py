@@ -123,8 +123,7 @@ def _cat(values: Values, result: Any, parts: Sequence[Value], dim: int = 0) -> R
     if not _can_be_joined(parts):
         return None
     parts = [each for each in parts if each.shape != (0,)]
-    shape = tuple(result.shape)
-    return _concatenated(values, parts, dim % len(shape), shape) if parts else None
+    return beside(values, parts, dim % len(result.shape)) if parts else None
 
 
 @axiom("joins", AXIOMS["joins"], aten.stack.default)
@@ -134,7 +133,7 @@ def _stack(values: Values, result: Any, parts: Sequence[Value], dim: int = 0) ->
     shape = tuple(result.shape)
     dim %= len(shape)
     rows = [values.moved(each.dtype, (*shape[:dim], 1, *shape[dim + 1 :]), each.pieces or ()) for each in parts]
-    return _concatenated(values, rows, dim, shape)
+    return beside(values, rows, dim)
 
 
 @axiom("joins", AXIOMS["joins"], aten._chunk_cat.default)
@@ -155,8 +154,7 @@ def chunk_cat(values: Values, parts: Sequence[Value], num_chunks: int) -> Value 
         if padded is None or padded.pieces is None:
             return None
         columns.append(values.moved(part.dtype, (num_chunks, padded.numel // num_chunks), padded.pieces))
-    width = sum(column.numel // num_chunks for column in columns)
-    return _concatenated(values, columns, 1, (num_chunks, width))
+    return beside(values, columns, 1)
 
 
 _FEATURES = "join_features puts side by side parts that all have its rows, split_features takes such apart"
@@ -201,12 +199,14 @@ def _padded(
             key = ("padding", origin, x.dtype, filled(x.dtype, value), dim, size, len(parts))
             border = values.tensor(x.dtype, shape, values.source(key, math.prod(shape)))
         parts = [border, x] if len(parts) == 1 else [*parts, border]
-    kept = [part for part in parts if part.numel] or [x]
-    return _concatenated(values, kept, dim, (*x.shape[:dim], x.shape[dim] + before + behind, *x.shape[dim + 1 :]))
+    return beside(values, parts, dim)
 
 
-def _concatenated(values: Values, parts: Sequence[Value], dim: int, shape: tuple[int, ...]) -> Value | None:
-    pieces = concatenated([(each.pieces, each.shape) for each in parts], dim)  # type: ignore[misc]
+def beside(values: Values, parts: Sequence[Any], dim: int) -> Value | None:
+    """Returns tensors of one dtype, whose elements are known, joined along a dim."""
+    size = sum(each.shape[dim] for each in parts)
+    (shape, *others) = {(*each.shape[:dim], size, *each.shape[dim + 1 :]) for each in parts}
+    pieces = None if others else concatenated([(each.pieces, each.shape) for each in parts], dim)
     return None if pieces is None else values.moved(parts[0].dtype, shape, pieces)
 
 

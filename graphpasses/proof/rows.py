@@ -81,13 +81,14 @@ def by_row(
     ]
     numbers: set[Hashable] = {each.rows and named(each.rows[0]) for each in tensors}
     heights = {values[each.rows[1]].shape[0] for each in tensors if each.rows is not None}  # type: ignore[index]
-    views = [View.of(fake) for fake in fakes]
-    if any(view is None or row_shape(view) is None for view in views):
+    views = [view for fake in fakes if (view := View.of(fake)) is not None]
+    shapes = [shape for view in views if (shape := row_shape(view)) is not None]
+    if len(shapes) < len(fakes):
         return None
     name = RULES[target][0]
     keeps_size = name in _KEEPS_SIZE
     if not keeps_size:
-        numbers |= {named(view.shape[0]) for view in views if view is not None}
+        numbers |= {named(view.shape[0]) for view in views}
     if len(numbers) != 1 or None in numbers or not (keeps_size or heights <= {1}) or len(heights) > 1:
         return None
 
@@ -97,9 +98,7 @@ def by_row(
     args, kwargs = pytree.tree_map(row_of, ([*args], {**kwargs}))
     (height,) = heights or {1}
     rows: list[Made] = []
-    for view, fake in zip(views, fakes, strict=True):
-        assert view is not None
-        shape = row_shape(view) or ()
+    for view, shape, fake in zip(views, shapes, fakes, strict=True):
         if name == "views":  # as many elements, in one order
             numel = math.prod(shape)
             height = args[0].numel // numel if numel and isinstance(args[0], Value) else 1

@@ -15,11 +15,12 @@ from torch import fx
 from graphpasses._torch.group_ranks import named_group
 from graphpasses.agreement import Told, is_alone
 from graphpasses.graph.size_arithmetic import size_expression
-from graphpasses.proof.columns import Columns
 from graphpasses.proof.core.operators import AXIOMS, RULES
 from graphpasses.proof.core.values import Piece, Value, Values
 from graphpasses.proof.core.views import known_size
-from graphpasses.proof.pieces import concatenated, joined
+from graphpasses.proof.exchanges import Columns
+from graphpasses.proof.movement import beside
+from graphpasses.proof.pieces import joined
 from graphpasses.proof.rows import RowValues
 from graphpasses.proof.terms import Term
 
@@ -151,17 +152,17 @@ class Sizes:
             return [self._of_all(place, own, group) for place in zip(*by_rank, strict=True)]
         if not name:
             return self._of_members(by_rank, own, group)
-        tells: list[_Tell] = [None] * len(by_rank[own])
         if is_single:
             tells = [self._of_all((place,), own, group, num) for place in by_rank[own]]
-        elif self._note_said(name, by_rank, group):
-            told = self._told[group]
-            launch = told.launches.index(name)
-            for index in range(len(tells)):
-                # Constants others may have or not: they are known by where they stand.
-                numbers = [said[launch][own][index] for said in told.by_rank]
+        else:
+            told = self._told[group] if self._note_said(name, by_rank, group) else None
+            launch = told.launches.index(name) if told is not None else 0
+            tells = []
+            for index in range(len(by_rank[own])):
+                # Constants others may have or not, and what nobody was asked of: they are known by where they stand.
+                numbers = [-1] * num if told is None else [said[launch][own][index] for said in told.by_rank]
                 what = [(number,) if number >= 0 else (name, index) for number in numbers]
-                tells[index] = tuple(Term("told", (group, rank, *what[rank]), None, ()) for rank in range(num))
+                tells.append(tuple(Term("told", (group, rank, *what[rank]), None, ()) for rank in range(num)))
         self._launches.setdefault(group, []).append((by_rank, tells))
         return tells
 
@@ -238,9 +239,4 @@ def unpacked(values: Values, packed: Value, given: Sequence[Any]) -> list[Value]
     if any(type(each) is not int for each in in_order):
         return None
     parts: Any = _SPLIT(values, None, packed, in_order)
-    return parts and [_cat(values, parts[member::num]) for member in range(num)]
-
-
-def _cat(values: Values, parts: Sequence[Value]) -> Value:
-    pieces = concatenated([(part.pieces or (), part.shape or ()) for part in parts], 0)
-    return values.moved(parts[0].dtype, (sum(part.numel for part in parts),), pieces or ())
+    return parts and [beside(values, parts[member::num], 0) for member in range(num)]

@@ -2,13 +2,17 @@
 
 Autograd runs the calls of a graph backwards and adds what several calls give to one value, the last call's first. So
 two graphs whose outputs are made by the same calls on the same have the same gradients where every value that has one
-is read by the same calls, in one order.
+is read by the same calls, in one order. Lookups in tables are known by what they look up; one that joins several
+counts as each of them.
 """
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -18,13 +22,18 @@ from graphpasses._torch import pytree
 from graphpasses._torch.schemas import SET_GRAD_ENABLED
 from graphpasses.analysis.dependencies import grad_modes
 from graphpasses.analysis.effects import has_gradient, reached_outputs, torch_call_effects
+from graphpasses.fbgemm.lookups import INFO_B, MIXED_D, LookupCall
+from graphpasses.fbgemm.names import complete_cumsum
 from graphpasses.graph import WAIT, DynamoGraph, argument, is_collective
+from graphpasses.graph.nodes import freeze
+from graphpasses.graph.size_arithmetic import size_expression
+from graphpasses.ops.join_lookups import JOIN_BAGS, SPLIT_FEATURES
 from graphpasses.proof.core.facts import Facts
+from graphpasses.proof.core.operators import AXIOMS
 from graphpasses.proof.core.values import Result, Value
 from graphpasses.proof.evaluate import Evaluation
-from graphpasses.proof.lookups import AXIOM as FUSED
-from graphpasses.proof.lookups import Lookups
 from graphpasses.proof.rows import RowValues
+from graphpasses.proof.spelling import evaluated
 
 aten = torch.ops.aten
 
@@ -44,12 +53,12 @@ class TorchCalls(Evaluation):
         self._modes = grad_modes(graph.graph)
         self._reached = reached_outputs(graph.graph)
         self._context = values.source(("context",))
-        self._lookups = Lookups(graph)
+        self._lookups = Lookups(graph, self._reached)
         self._done.unknown = next((str(node.target) for node in self._lookups.unknown), "")
 
     def evaluate_node(self, node: fx.Node) -> Result:
         """Returns the value of a node, after those before it, and notes which values with a gradient it reads."""
-        is_use = node in self._reached and not _is_part(self._of, node)
+        is_use = node in self._reached and not self._is_part(node)
         read = filter(has_gradient, node.all_input_nodes) if is_use else ()
         used = {number for each in read for number in _numbers(self._read(each))}
         value = self._value(node)
@@ -65,7 +74,7 @@ class TorchCalls(Evaluation):
         return super().opaque(node, fake, key, part)
 
     def _value(self, node: fx.Node) -> Result:
-        is_call = node.op in ("call_function", "call_method") and not _is_part(self._of, node)
+        is_call = node.op in ("call_function", "call_method") and not self._is_part(node)
         if not is_call or is_collective(node) or node.target == WAIT:
             return super().evaluate_node(node)
         if node.target is SET_GRAD_ENABLED:
@@ -90,22 +99,209 @@ class TorchCalls(Evaluation):
         )
         if effects.changes_context:
             self._context = self._table.source(("context after", key))
-        if effects.has_hidden_state:
-            key = ("drawn", key, self._random)
-            self._random = self._table.source(("random state after", key))
+        key = self._after_others(effects.has_hidden_state, False, key)
         result = self.opaque(node, self._facts[node], key)
         return self._written(node, effects.writes, key, result) if effects.writes else result
-
-
-def _is_part(values: Any, node: fx.Node) -> bool:
-    """Whether a node takes one of several values that a call returned."""
-    if node.target is not operator.getitem:
-        return False
-    source, index = node.args
-    return isinstance(values[source], list) and isinstance(index, int)
 
 
 def _numbers(value: Result) -> Iterator[int]:
     for each in pytree.tree_leaves(value):
         if isinstance(each, Value):
             yield each.number
+
+
+# ---- lookups ------------------------------------------------------------------------------------------------------
+
+FUSED = "fused lookups"
+AXIOMS[FUSED] = (
+    "a lookup of several lookups' bags in their distinct tables, by one optimizer, returns side by side what each of "
+    "them returns, and its backward updates each table as theirs does"
+)
+
+# Arguments that a key says by tables and bags, and such as a fused lookup has of its first member.
+_LEFT_OUT = frozenset(
+    {
+        "weights",
+        "momentum1",
+        "D_offsets",
+        "total_D",
+        "max_D",
+        "hash_size_cumsum",
+        "total_hash_size_bits",
+        "indices",
+        "offsets",
+        "indice_weights",
+        "aux_tensor",
+        "aux_int",
+        "aux_bool",
+        "learning_rate_tensor",
+    }
+)
+_TRIGGER = "placeholder_autograd_tensor"
+_CACHE_LOCATIONS = 3  # in aux_tensor
+
+
+@dataclass(frozen=True)
+class _Table:
+    """The table of a feature: where it and its optimizer's state lie, and its place among the member's rows."""
+
+    weights: int
+    state: int
+    dim: int
+    first_row: int
+
+
+@dataclass(frozen=True)
+class _Member:
+    """One of the lookups that a call joins; or the call, if it joins none."""
+
+    bags: tuple[fx.Node | None, ...]  # its ids, its offsets, and its weights or None
+    tables: tuple[_Table, ...]  # of each feature
+    num_rows: int
+
+    def memory(self, itemsize: int) -> set[tuple[int, int]]:
+        """Returns where each table begins and ends."""
+        ends = [*sorted({table.first_row for table in self.tables}), self.num_rows]
+        rows = {first: end - first for first, end in pairwise(ends)}
+        return {
+            (table.weights, table.weights + rows[table.first_row] * table.dim * itemsize) for table in self.tables
+        }
+
+
+class Lookups:
+    """The lookups of a graph that Dynamo traced; ``unknown`` join bags for a lookup that is not known."""
+
+    def __init__(self, graph: DynamoGraph, reached: Mapping[fx.Node, Hashable]) -> None:
+        calls = [call for call in LookupCall.all(graph) if call.reject_reason() is None]
+        self._calls = {call.node: call for call in calls if _is_consistent(call)}
+        self._reached = reached
+        self._members = {node: _members(call) for node, call in self._calls.items()}
+        fused = [self._calls[node] for node, members in self._members.items() if members]
+        known = {argument(call.arguments["indices"]) for call in fused}
+        self.unknown = [node for node in graph.graph.nodes if node.target == JOIN_BAGS and node not in known]
+
+    def __contains__(self, node: fx.Node) -> bool:
+        return node in self._calls
+
+    def key(self, node: fx.Node, read: Callable[[fx.Node], Any]) -> tuple[Hashable, ...]:
+        """Returns what a lookup's result depends on; ``read`` returns the value of an argument."""
+        call = self._calls[node]
+        return (*_key(call, _member(call, _bags(call), slice(None)), read), self._trained_by(call))
+
+    def parts(self, node: fx.Node, read: Callable[[fx.Node], Any]) -> list[tuple[Hashable, ...]] | None:
+        """Returns what each of several lookups' results depends on, which a call splits; None for other calls."""
+        if node.target not in (SPLIT_FEATURES, aten.split_with_sizes.default):
+            return None
+        fused = argument(node)
+        members = self._members.get(fused)
+        if members is None or not _is_split(node, members, is_pooled=node.target == SPLIT_FEATURES):
+            return None
+        call = self._calls[fused]
+        return [(*_key(call, member, read), self._trained_by(call)) for member in members]
+
+    def _trained_by(self, call: LookupCall) -> Hashable:
+        """Returns which outputs' gradients let the lookup update its tables, as far as that makes a difference."""
+        outputs = self._reached.get(call.node, frozenset())
+        return bool(outputs) if call.effect_without_gradient() is None else outputs
+
+
+def _bags(call: LookupCall) -> tuple[fx.Node | None, ...]:
+    return tuple(call.arguments[name] for name in ("indices", "offsets", "indice_weights"))
+
+
+def _member(call: LookupCall, bags: tuple[fx.Node | None, ...], features: slice, end: int | None = None) -> _Member:
+    layout = call.layout()
+    weights, *states = call.state_tensors
+    first = layout.first_rows[features][0]
+    places = zip(
+        layout.weights_offsets[features],
+        layout.momentum1_offsets[features] or layout.weights_offsets[features],
+        layout.dims[features],
+        layout.first_rows[features],
+        strict=True,
+    )
+    tables = tuple(
+        _Table(
+            weights.data_ptr() + place * weights.element_size(),
+            states[0].data_ptr() + state * states[0].element_size() if states else 0,
+            dim,
+            row - first,
+        )
+        for place, state, dim, row in places
+    )
+    return _Member(bags, tables, (layout.num_rows if end is None else end) - first)
+
+
+def _members(call: LookupCall) -> list[_Member]:
+    """Returns the lookups whose bags a call has joined; none if it has joined none, or of one table."""
+    indices, offsets, weights = _bags(call)
+    join = indices.args[0] if indices is not None and indices.target is operator.getitem else None
+    if not isinstance(join, fx.Node) or join.target != JOIN_BAGS or indices.args != (join, 0):  # type: ignore[union-attr]
+        return []
+    if not _is_cumsum_of(offsets, join):
+        return []
+    ids, ends, num_features, _ = join.args
+    parts: Any = [None] * len(ids) if weights is None else weights.args[0]  # type: ignore[arg-type]
+    if weights is not None and (weights.target != aten.cat.default or len(weights.args) != 1 or weights.kwargs):
+        return []
+    starts = [0, *accumulate(num_features)]  # type: ignore[arg-type]
+    layout = call.layout()
+    rows = [*(layout.first_rows[start] for start in starts[1:-1]), layout.num_rows]
+    members = [
+        _member(call, bags, slice(*place), row)
+        for bags, place, row in zip(zip(ids, ends, parts, strict=True), pairwise(starts), rows, strict=True)  # type: ignore[arg-type]
+    ]
+    itemsize = call.state_tensors[0].element_size()
+    memory = sorted(place for member in members for place in member.memory(itemsize))
+    is_apart = all(one[1] <= two[0] for one, two in pairwise(memory))
+    return members if is_apart and len(layout.dims) == starts[-1] else []
+
+
+def _is_cumsum_of(offsets: fx.Node | None, join: fx.Node) -> bool:
+    if offsets is None or offsets.target != complete_cumsum():
+        return False
+    view = argument(offsets)
+    return (
+        view.target == aten.view.default
+        and list(view.args[1:]) == [[-1]]
+        and argument(view).target is operator.getitem
+        and argument(view).args == (join, 1)
+    )
+
+
+def _is_split(node: fx.Node, members: Sequence[_Member], *, is_pooled: bool) -> bool:
+    if is_pooled:
+        _, dims, batch_sizes = node.args
+        ends = [each.bags[1].meta["val"].shape[0] for each in members]  # type: ignore[union-attr]
+        bags = [(end - 1) // len(each.tables) for end, each in zip(ends, members, strict=True)]
+        are_dims = list(dims) == [sum(table.dim for table in each.tables) for each in members]  # type: ignore[arg-type]
+        return are_dims and [*map(size_expression, batch_sizes)] == [*map(size_expression, bags)]  # type: ignore[arg-type]
+    _, sizes, *dim = node.args
+    return not any(dim) and [*map(size_expression, sizes)] == [  # type: ignore[arg-type]
+        size_expression(each.bags[0].meta["val"].shape[0])  # type: ignore[union-attr]
+        for each in members
+    ]
+
+
+def _is_consistent(call: LookupCall) -> bool:
+    """Whether the arguments that follow from the tables do."""
+    arguments, layout = call.arguments, call.layout()
+    cache = arguments["aux_tensor"][_CACHE_LOCATIONS]
+    return (
+        arguments["total_D"] == sum(layout.dims)
+        and arguments["max_D"] == max(layout.dims)
+        and arguments["total_hash_size_bits"] == int(math.log2(layout.num_rows) + 1)
+        and tuple(arguments["aux_int"][INFO_B]) == tuple(layout.info_b())
+        and (arguments["aux_bool"][MIXED_D] or len(set(layout.dims)) == 1)
+        and cache is not None
+        and cache.meta["val"].numel() == 0
+    )
+
+
+def _key(call: LookupCall, member: _Member, read: Callable[[fx.Node], Any]) -> tuple[Hashable, ...]:
+    trigger = call.arguments[_TRIGGER]
+    others = {name: value for name, value in call.arguments.items() if name not in (*_LEFT_OUT, _TRIGGER)}
+    if trigger.op != "placeholder":  # it counts steps
+        others[_TRIGGER] = trigger
+    args = evaluated([*member.bags, call.settings(), others], read)
+    return ("call", str(call.node.target), freeze(args), (member.tables, member.num_rows))

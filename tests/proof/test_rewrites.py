@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,6 +39,21 @@ def attention(**kwargs: Any) -> Make:
         return code.item(code._scaled_dot_product_flash_attention_for_cpu_default(x, x, x, **kwargs), 0)
 
     return make
+
+
+def complex_(make: Callable[[Code, fx.Node, fx.Node], fx.Node]) -> Make:
+    """Computes with two tensors of complex numbers."""
+
+    def function(code: Code) -> fx.Node:
+        x, y = (code._to_copy_default(each, dtype=torch.complex64) for each in (code.x, code.weight))
+        return code.view_as_real_default(make(code, x, y))
+
+    return function
+
+
+def complex_parts(code: Code, x: fx.Node, y: fx.Node) -> fx.Node:
+    parts = [[code.item(code.split_Tensor(each, 4), index) for each in (x, y)] for index in (0, 1)]
+    return code.cat_default([code.mul_Tensor(*each) for each in parts])
 
 
 # What has the bits of another, and is called so.
@@ -150,6 +166,22 @@ DIFFERENT: dict[str, tuple[Make, Make]] = {
 }
 
 
+# Right of real numbers: of an infinite part the other becomes a NaN, zeros lose their sign, tails round otherwise.
+COMPLEX: dict[str, tuple[Any, Any]] = {
+    "times 1": (lambda c, x, _: c.mul_Scalar(x, 1), lambda c, x, _: x),
+    "times -1": (lambda c, x, _: c.mul_Scalar(x, -1), lambda c, x, _: c.neg_default(x)),
+    "negated twice": (lambda c, x, _: c.neg_default(c.neg_default(x)), lambda c, x, _: x),
+    "minus": (lambda c, x, y: c.sub_Tensor(x, y), lambda c, x, y: c.add_Tensor(x, c.neg_default(y))),
+    "halves": (lambda c, x, _: c.div_Scalar(x, 2), lambda c, x, _: c.mul_Scalar(x, 0.5)),
+    "times 2 twice": (
+        lambda c, x, _: c.mul_Scalar(c.mul_Scalar(x, 2), 2),
+        lambda c, x, _: c.mul_Scalar(x, 4),
+    ),
+    "in another order": (lambda c, x, y: c.mul_Tensor(x, y), lambda c, x, y: c.mul_Tensor(y, x)),
+    "of parts": (lambda c, x, y: c.mul_Tensor(x, y), complex_parts),
+}
+
+
 @pytest.mark.parametrize("name", NOT_PROVED)
 def test_what_runs_alike_is_not_called_different(captured: CapturedStep, name: str) -> None:
     assert answer(captured, *NOT_PROVED[name]) == "not proved"
@@ -165,6 +197,13 @@ def test_what_cannot_be_run_is_refused_and_not_called_different(
 ) -> None:
     monkeypatch.setattr(counterexample, "MAX_ELEMENTS", 10)
     assert answer(captured, *DIFFERENT["alpha=2"]) == "refused"
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+def test_products_and_negatives_of_complex_numbers_follow_no_rule(captured: CapturedStep, name: str) -> None:
+    one, two = map(complex_, COMPLEX[name])
+    assert answer(captured, one, one) == "proved"
+    assert answer(captured, one, two) != "proved"
 
 
 @pytest.mark.parametrize("name", RIGHT)

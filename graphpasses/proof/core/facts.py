@@ -212,13 +212,9 @@ class Facts:
         """Returns the storage of each tensor of a node; of what is no tensor, one that no one has."""
         value = self.values[node]
         if node not in self._memories or self._memories[node][0] is not value:
-            self._memories[node] = (
-                value,
-                [
-                    object() if View.of(each) is None else StorageWeakRef(each.untyped_storage())  # type: ignore
-                    for each, _ in leaves(value)
-                ],
-            )
+            views = ((each, View.of(each)) for each, _ in leaves(value))
+            found: list[Any] = [StorageWeakRef(of.untyped_storage()) if view else object() for of, view in views]  # type: ignore[no-untyped-call]
+            self._memories[node] = value, found
         return self._memories[node][1]
 
 

@@ -156,7 +156,8 @@ class Memory:
         """Returns what an operator's results depend on, from the numbers of its arguments."""
         if out_of_place(target) in COMMUTATIVE and not kwargs:
             tensors = [self._table[each.number] for each in args if isinstance(each, Argument)]
-            if len(tensors) == len(args) == 2 and tensors[0].dtype == tensors[1].dtype:
+            is_complex = any(each.dtype is not None and each.dtype.is_complex for each in tensors)
+            if len(tensors) == len(args) == 2 and tensors[0].dtype == tensors[1].dtype and not is_complex:
                 args = sorted(args, key=str)
         return ("call", name_of(target), freeze(args), freeze(kwargs))
 

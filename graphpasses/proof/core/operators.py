@@ -36,7 +36,7 @@ def axiom(name: str, statement: str, *targets: Any) -> Callable[[Rule], Rule]:
 
 
 COMMUTATIVE = frozenset({aten.add.Tensor, aten.mul.Tensor})
-"""What makes the same of two tensors of one dtype in any order."""
+"""What makes the same of two tensors of one dtype in any order, but for complex numbers."""
 
 # What copies elements, and is tagged by torch as nothing.
 _COPIES = frozenset(
