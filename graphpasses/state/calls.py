@@ -88,8 +88,10 @@ def names_of(code: CodeType) -> CodeNames:
             imports.add(name)
         elif opcode.endswith(("_GLOBAL", "_NAME")):
             globals_.add(name)
-        elif opcode.endswith(("_ATTR", "_METHOD")) and name[:2] != "__":
+        elif opcode.endswith(("_ATTR", "_METHOD")) and (name[:2] != "__" or name == "__dict__"):
             attributes.add(name)
+    if globals_ & {"vars", "dir"}:
+        attributes.add("__dict__")
     found = (each.split(".") for each in tree_leaves(code.co_consts) if isinstance(each, str))
     texts = frozenset(part for parts in found for part in parts if part.isidentifier())
     optional = texts if globals_ & {"getattr", "hasattr", "setattr"} else frozenset[str]()

@@ -185,7 +185,11 @@ class Outside:
         state = attributes_of(value)
         own = {} if state is None else state
         for name in [*names]:
-            if isinstance(value, type):
+            if name == "__dict__":  # or `vars`, of which nothing else tells
+                if isinstance(value, types.SimpleNamespace):
+                    self.read_names(path, value)
+                    self._ask(path, value, own)
+            elif isinstance(value, type):
                 self._ask_class(value, name)
             elif isinstance(value, ModuleType):
                 if callable(found := own.get(name)) or isinstance(found, float):
@@ -197,6 +201,11 @@ class Outside:
                 or (name in self._optional and _may_get(value) and not hasattr(type(value), name))
             ):
                 self.slot(own if isinstance(value, CONTAINERS) else value, name, f"{path}.{name}")
+
+    def read_names(self, path: str, value: Any, *, of_model: bool = False) -> None:
+        """Reads which attributes an object has: new ones count, too."""
+        names = Asked(lambda: [*(attributes_of(value) or ())])
+        self.owner(names, of_model=of_model).add("__dict__", f"the names in {path}.__dict__")
 
     def _ask_class(self, kind: type, name: str) -> None:
         """Reads what a class has under a name: a method, or what one sets for all, as a cache."""

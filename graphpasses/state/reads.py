@@ -22,7 +22,7 @@ from graphpasses.state.calls import calls_watched, stored_names
 from graphpasses.state.keys import MISSING, attributes_of, key_of
 from graphpasses.state.origin import is_torchs, is_users, is_users_code, users_modules
 from graphpasses.state.outside import Outside, refuse_iterator
-from graphpasses.state.slots import Asked, Difference, Owner, Slot, read
+from graphpasses.state.slots import Difference, Owner, Slot, read
 
 # What every module has of torch's own: parameters, hooks; not its mode, which forward may change.
 _MODULE_STATE = frozenset(vars(nn.Module())) - {"training"}
@@ -252,9 +252,8 @@ class Reads:
         """Notes that code read all attributes that an object has, by ``vars``: new ones count, too."""
         if (id(this), "__dict__") not in self._ignored and not is_torchs(type(this)):
             self._ignored.add((id(this), "__dict__"))
-            names = Asked(lambda: [*(attributes_of(this) or ())])
-            asked = self._outside.owner(names, of_model=id(this) in self._outside.of_model)
-            asked.add("__dict__", f"the names in {self._watched[id(this)].path}.__dict__")
+            of_model = id(this) in self._outside.of_model
+            self._outside.read_names(self._watched[id(this)].path, this, of_model=of_model)
 
     def _counts(self, this: Any, name: str, value: Any) -> bool:
         """Whether a step may build an attribute in: no tensor or module of the model's, nor what code computes."""

@@ -171,6 +171,8 @@ scale_of = lambda value: value.scale  # noqa: E731
 # What is held, how the step reads a number from it, and what changes that.
 HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
     "SimpleNamespace": (lambda: SimpleNamespace(scale=1.0), scale_of, set_scale),
+    "its values": (lambda: SimpleNamespace(scale=1.0), lambda v: sum(vars(v).values()), set_scale),
+    "its names": (lambda: SimpleNamespace(a=1.0), lambda v: 1.0 * len(v.__dict__), set_scale),
     "Namespace in one": (
         lambda: Namespace(of=Namespace(scale=1.0)),
         lambda v: v.of.scale,
