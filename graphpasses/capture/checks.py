@@ -24,25 +24,25 @@ def checked_truth() -> bool | None:
     """
     frame = inspect.currentframe()
     while frame is not None:
-        if (truth := _truth_that_goes_on(frame.f_code, frame.f_lasti)) is not None:
-            return truth if isinstance(truth, bool) else None
+        if goes_on := _truths_that_go_on(frame.f_code, frame.f_lasti):
+            return goes_on.pop() if len(goes_on) == 1 else None
         frame = frame.f_back
     return None
 
 
-def _truth_that_goes_on(code: CodeType, offset: int) -> bool | str | None:
-    """Returns for which truth code does not raise; text where it jumps otherwise, and None where it does not jump."""
+def _truths_that_go_on(code: CodeType, offset: int) -> set[bool]:
+    """Returns for which truths of a value code does not raise; none where it does not jump by one."""
     instructions = [each for each in dis.get_instructions(code) if each.opname not in ("CACHE", "NOT_TAKEN")]
     index = next((index for index, each in enumerate(instructions) if each.offset == offset), None)
     if index is not None and instructions[index].opname == "TO_BOOL":  # Python 3.13 has it before a jump
         index += 1
     if index is None or not {"TRUE", "FALSE"}.intersection(instructions[index].opname.split("_")):
-        return None
+        return set()
     jump = instructions[index]
     target = next(index for index, each in enumerate(instructions) if each.offset == jump.argval)
     jumps_if = "TRUE" in jump.opname
-    raising = {jumps_if: _raises(instructions[target:]), not jumps_if: _raises(instructions[index + 1 :])}
-    return raising[True] is False if raising[True] != raising[False] else "decides"
+    found = {jumps_if} if not _raises(instructions[target:]) else set()
+    return found | ({not jumps_if} if not _raises(instructions[index + 1 :]) else set())
 
 
 def _raises(instructions: list[dis.Instruction]) -> bool:
