@@ -49,6 +49,8 @@ def flattened(result: Any) -> tuple[list[Any], Any]:
         lambda loss, logits: [loss, {"accuracy": (logits > 0).float().mean(), "num": 2}, None],
         lambda loss, logits: (loss, 2 * loss.item(), (logits > 0).sum().item()),
         lambda loss, logits: {"logits": logits, "loss": loss, "log": {"loss": loss}},
+        lambda loss, logits: {"log": {"loss": loss}, "loss": loss},
+        lambda loss, logits: (loss, logits.shape, torch.complex(logits, logits).conj()),
     ],
 )
 def test_results_that_hold_a_loss(wrap: Callable[..., Any]) -> None:
@@ -80,6 +82,9 @@ def test_results_that_hold_a_loss(wrap: Callable[..., Any]) -> None:
         (lambda loss, logits: ModelOutput(None, logits), "loss_fn returned a ModelOutput; return the loss, a scalar"),
         (lambda loss, logits: {"logits": logits}, "loss_fn returned a dict; return the loss, a scalar"),
         (lambda loss, logits: (loss, [object()]), "result[1][0] is a object; a captured step returns tensors"),
+        (lambda loss, logits: (loss, logits.to_sparse()), "loss_fn returns result[1], a sparse tensor; return it"),
+        (lambda loss, logits: (loss, f"{loss.item():.2f}"), "loss_fn reads a number of a tensor, as by .item(), and"),
+        (lambda loss, logits: (loss, {logits.argmax().item(): 1}), "loss_fn reads a number of a tensor, as by .item"),
     ],
 )
 def test_results_that_no_step_returns(wrap: Callable[..., Any], message: str) -> None:
