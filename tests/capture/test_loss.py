@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten
 
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.capture import capture_train_step
-from graphpasses.errors import CaptureError
+from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.identity import same_bits
 
 X = torch.ones(2, 4)
@@ -93,6 +93,18 @@ def test_results_that_no_step_returns(wrap: Callable[..., Any], message: str) ->
         return wrap(logits.mean(), logits)
 
     assert refusal_of(lambda: capture_train_step(loss_fn, nn.Linear(4, 2), X)).startswith(message)
+
+
+@pytest.mark.parametrize("make", [str, lambda number: {f"top {number}": 1}, lambda number: type(number).__name__])
+def test_texts_of_numbers(make: Callable[..., Any]) -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> Any:
+        loss = model(x).mean()
+        return loss, make(loss.item())
+
+    with pytest.raises(
+        FidelityError, match=r"another result\[1\].* no tensor and no number: it is built in as it was traced"
+    ):
+        capture_train_step(loss_fn, nn.Linear(4, 2), X)
 
 
 def of_one_number(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -77,9 +77,9 @@ def _reject_reason(graph: TrainGraph, update: Update, stored: Nodes, gradients: 
     memory = storages(*stored.values())
     if shared := _find_shared(graph, update.gradients):
         return "{!r} and {!r} share memory".format(*shared)
-    for item, node in zip(graph.outputs, graph.output_values, strict=True):
-        if item.kind in (OutputKind.LEFT, OutputKind.RETURNED) and node is not None and storages(node) & memory:
-            return f"{item.kind.value} {item.fqn!r} shares memory with a parameter"
+    for output, value in zip(graph.outputs, graph.output_values, strict=True):
+        if output.kind in (OutputKind.LEFT, OutputKind.RETURNED) and value is not None and storages(value) & memory:
+            return f"{output.kind.value} {output.fqn!r} shares memory with a parameter"
     for item, node in zip(update.inputs, update.module.graph.find_nodes(op="placeholder"), strict=True):
         if item.kind is not InputKind.GRADIENT:
             continue
