@@ -368,7 +368,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     x, y = (t.to_local() if hasattr(t, "to_local") else t for t in (a.detach(), b.detach()))
     if (x.dtype, x.shape) != (y.dtype, y.shape):
         return False
-    x, y = (t.to(x.device).contiguous().view(-1).view(torch.uint8) for t in (x, y))
+    x, y = (t.to(x.device).resolve_conj().contiguous().view(-1).view(torch.uint8) for t in (x, y))
     return torch.equal(x, y)
 
 

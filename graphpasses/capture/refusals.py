@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import threading
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -40,6 +41,8 @@ def refuse_model(model: nn.Module) -> None:
                 "was given to replicate(), which reduces gradients in DistributedDataParallel's hooks, and a "
                 "captured step does not run these: each rank would train on its own. Shard it with fully_shard"
             )
+        if fqn == "_checkpoint_wrapped_module":  # the model names what is in it as if it were not there
+            reason = "is what checkpoint_wrapper wraps as a whole; wrap modules of it, or give one that holds it all"
         if reason:
             raise CaptureError(f"{f'module {fqn!r}' if fqn else 'the model'} {reason}")
     check_materialised(model, "before capturing its step")
@@ -163,14 +166,26 @@ def torchs_errors_named() -> Iterator[None]:
         ) from error
 
 
+_SYMBOLIC = re.compile(r"\bSym(Int|Float|Bool)\b")
+
+
 @contextmanager
 def failures_placed() -> Iterator[None]:
-    """Adds to an error of the block, which is traced, that the user's code met fake tensors, and where."""
+    """Adds to an error of the block, which is traced, that the user's code met fake tensors, and where.
+
+    Refuses what needs the value of a number that is traced, and no formula of it.
+    """
     try:
         yield
     except GraphPassesError:
         raise
     except Exception as error:
+        if isinstance(error, TypeError) and _SYMBOLIC.search(str(error)):
+            raise CaptureError(
+                f"loss_fn reads a number of a tensor, as by .item(), and at {line_of(error)} makes it a key, formats "
+                f"it, or gives it to code in C ({error}); while a step is traced it is symbolic. Write int(n) or "
+                "float(n), by which the step decides, or return it, and do so after the step"
+            ) from error
         error.add_note(
             f"loss_fn failed at {line_of(error)}, while a capture traced it on fake tensors, which have no values. "
             "If eager runs it with this batch, it gives a tensor where a number stands: write tensor.item(), or "

@@ -259,6 +259,7 @@ class BatchStructure:
         if self.spec is not None:
             fields = self.library.fields_of(kind) or items
             made: Any = pytree.tree_unflatten([items.get(field) for field in fields], self.spec)
+            made = kind(made) if kind is torch.Size else made  # of which pytree makes a tuple
         elif issubclass(kind, Mapping):
             made = kind(items)
         else:  # its __init__ may compute

@@ -33,45 +33,47 @@ class Returned:
     """How a step's loss and the other values that it returns are nested."""
 
     structure: BatchStructure = field(default_factory=partial(BatchStructure, "result"))
-    loss: str = "result"  # the loss's path in it
+    losses: tuple[str, ...] = ("result",)  # the paths of the loss in it
     plain: Mapping[str, Any] = field(default_factory=dict)  # the values that are not computed, by path
 
     @classmethod
     def of(cls, result: Any) -> tuple[Returned, list[Any]]:
         """Reads what ``loss_fn`` returns; also returns what is computed beside the loss."""
-        structure, leaves, loss = _opened(result)
+        structure, leaves, losses = _opened(result)
         plain = {path: leaf for path, leaf in leaves.items() if not isinstance(leaf, COMPUTED)}
         for path, leaf in leaves.items():
-            if path != loss and isinstance(leaf, DTensor):
+            if isinstance(leaf, DTensor):
                 raise CaptureError(f"loss_fn returns {path}, a DTensor; return this rank's part, .to_local()")
-        returned = cls(structure, loss, plain)
+            if isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided:
+                raise CaptureError(f"loss_fn returns {path}, a sparse tensor; return it dense, .to_dense()")
+        returned = cls(structure, losses, plain)
         return returned, [leaves[path] for path in returned.computed]
 
     @classmethod
     def values_of(cls, result: Any) -> dict[str, Any]:
         """Returns the loss, as ``"loss"``, and the other values of what a step, or ``loss_fn``, returns, by path."""
-        _, leaves, loss = _opened(result)
-        return {"loss" if path == loss else path: leaf for path, leaf in leaves.items()}
+        _, leaves, losses = _opened(result)
+        return {"loss" if path in losses else path: leaf for path, leaf in leaves.items()}
 
     @cached_property
     def computed(self) -> tuple[str, ...]:
         """The paths of what is computed beside the loss."""
-        return tuple(path for path in self.structure.paths if path != self.loss and path not in self.plain)
+        return tuple(path for path in self.structure.paths if path not in (*self.losses, *self.plain))
 
     def made_of(self, outputs: Sequence[GraphOutput], flat: Sequence[Any], loss: torch.Tensor) -> Any:
         """Returns what ``loss_fn`` would, of the flat outputs of a graph and its loss."""
         if self.structure.kind is None:
             return loss
         named = ((item.fqn, value) for item, value in zip(outputs, flat, strict=True) if item.is_returned)
-        values = {**self.plain, **dict(named), self.loss: loss}
+        values = {**self.plain, **dict(named), **dict.fromkeys(self.losses, loss)}
         return self.structure.build([values[path] for path in self.structure.paths])
 
 
-def _opened(result: Any) -> tuple[BatchStructure, dict[str, Any], str]:
-    """Returns how a result is nested, its leaves by path, and the path of the loss."""
+def _opened(result: Any) -> tuple[BatchStructure, dict[str, Any], tuple[str, ...]]:
+    """Returns how a result is nested, its leaves by path, and the paths of the loss."""
     structure, loss = BatchStructure.of(result, path="result", advice=_RETURN_TENSORS), loss_of(result)
     leaves = dict(zip(structure.paths, structure.leaves(result), strict=True))
-    return structure, leaves, next(path for path, leaf in leaves.items() if leaf is loss)
+    return structure, leaves, tuple(path for path, leaf in leaves.items() if leaf is loss)
 
 
 _RETURN_TENSORS = (

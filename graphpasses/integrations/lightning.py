@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -72,9 +73,8 @@ class CapturedSteps(StepsByShape):
             gradients = [each.grad for each in parameters]
         finally:
             _set_gradients(parameters, earlier)
-        for name, value in result["logged"]:
-            arguments, options = self._log.arguments[name]
-            module.log(name, value, *arguments, **options)
+        for name, value, options in result["logged"]:
+            module.log(name, value, **options, **self._log.others[name])
 
         def give(seeds: Sequence[Tensor | None]) -> None:
             (seed,) = seeds
@@ -121,8 +121,8 @@ class _Log:
     """Stands for ``LightningModule.log`` while a module is traced."""
 
     def __init__(self) -> None:
-        self.logged: list[tuple[str, Any]] = []
-        self.arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}  # by name, those beside the value
+        self.logged: list[tuple[str, Any, dict[str, Any]]] = []  # with options that a step returns, as a batch size
+        self.others: dict[str, dict[str, Any]] = {}  # by name, functions and groups
 
     def __call__(self, name: str, value: Any, *arguments: Any, **options: Any) -> None:
         if not isinstance(value, (int, float, *COMPUTED)):
@@ -130,9 +130,15 @@ class _Log:
                 f"training_step logs '{name}', a {type(value).__name__}; a captured step returns tensors and "
                 "numbers. Update and log a metric in a hook, as on_train_batch_end"
             )
-        if self.arguments.setdefault(name, (arguments, options)) != (arguments, options):
-            raise CaptureError(f"training_step logs '{name}' in two ways, with {self.arguments[name]} and {options}")
-        self.logged.append((name, value))
+        _, _, _, *given = _LOG.bind(self, name, value, *arguments, **options).arguments.items()
+        returned = {key: each for key, each in given if isinstance(each, (int, str, type(None), *COMPUTED))}
+        others = {key: each for key, each in given if key not in returned}
+        if self.others.setdefault(name, others) != others:
+            raise CaptureError(f"training_step logs '{name}' in two ways, with {self.others[name]} and {others}")
+        self.logged.append((name, value, returned))
+
+
+_LOG = inspect.signature(LightningModule.log)
 
 
 def _refuse(*_: Any) -> Any:

@@ -43,6 +43,7 @@ class Reads:
         self._outside = Outside(self._watch_object)
         self._watched: dict[int, Owner] = {}  # by id of the object whose attributes are watched
         self._own: dict[int, frozenset[str]] = {}  # the attributes that it had
+        self._found: Any = MISSING  # what was read last
         self._ignored: set[tuple[int, str]] = set()
         self._classes: set[type] = {nn.Module}
         self._codes: dict[int, tuple[CodeType, bool]] = {}  # that ran, and whether they are the user's
@@ -195,12 +196,15 @@ class Reads:
                     self._on_read(this, each, value)
                 self._on_names(this)
                 return state
+            self._found = MISSING
             try:
                 value = _read(reads, this, name)
             except AttributeError:
                 self._on_read(this, name, MISSING)
                 raise
-            self._on_read(this, name, value)
+            if value is not self._found:  # by a wrapper's `__getattr__`, in another object, which was asked for it
+                self._on_read(this, name, value)
+            self._found = value
             return value
 
         def set_(this: Any, name: str, value: Any) -> None:

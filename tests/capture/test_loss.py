@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten
 
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.capture import capture_train_step
-from graphpasses.errors import CaptureError
+from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.identity import same_bits
 
 X = torch.ones(2, 4)
@@ -49,6 +49,8 @@ def flattened(result: Any) -> tuple[list[Any], Any]:
         lambda loss, logits: [loss, {"accuracy": (logits > 0).float().mean(), "num": 2}, None],
         lambda loss, logits: (loss, 2 * loss.item(), (logits > 0).sum().item()),
         lambda loss, logits: {"logits": logits, "loss": loss, "log": {"loss": loss}},
+        lambda loss, logits: {"log": {"loss": loss}, "loss": loss},
+        lambda loss, logits: (loss, logits.shape, torch.complex(logits, logits).conj()),
     ],
 )
 def test_results_that_hold_a_loss(wrap: Callable[..., Any]) -> None:
@@ -80,6 +82,9 @@ def test_results_that_hold_a_loss(wrap: Callable[..., Any]) -> None:
         (lambda loss, logits: ModelOutput(None, logits), "loss_fn returned a ModelOutput; return the loss, a scalar"),
         (lambda loss, logits: {"logits": logits}, "loss_fn returned a dict; return the loss, a scalar"),
         (lambda loss, logits: (loss, [object()]), "result[1][0] is a object; a captured step returns tensors"),
+        (lambda loss, logits: (loss, logits.to_sparse()), "loss_fn returns result[1], a sparse tensor; return it"),
+        (lambda loss, logits: (loss, f"{loss.item():.2f}"), "loss_fn reads a number of a tensor, as by .item(), and"),
+        (lambda loss, logits: (loss, {logits.argmax().item(): 1}), "loss_fn reads a number of a tensor, as by .item"),
     ],
 )
 def test_results_that_no_step_returns(wrap: Callable[..., Any], message: str) -> None:
@@ -88,6 +93,18 @@ def test_results_that_no_step_returns(wrap: Callable[..., Any], message: str) ->
         return wrap(logits.mean(), logits)
 
     assert refusal_of(lambda: capture_train_step(loss_fn, nn.Linear(4, 2), X)).startswith(message)
+
+
+@pytest.mark.parametrize("make", [str, lambda number: {f"top {number}": 1}, lambda number: type(number).__name__])
+def test_texts_of_numbers(make: Callable[..., Any]) -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> Any:
+        loss = model(x).mean()
+        return loss, make(loss.item())
+
+    with pytest.raises(
+        FidelityError, match=r"another result\[1\].* no tensor and no number: it is built in as it was traced"
+    ):
+        capture_train_step(loss_fn, nn.Linear(4, 2), X)
 
 
 def of_one_number(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

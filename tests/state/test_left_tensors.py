@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -149,6 +150,35 @@ def both() -> Any:
 def test_microbatches_of_a_sharded_model_leave_it() -> None:
     for eager, captured in run_cluster(both, Topology(2, gpus_per_node=2)):
         assert captured == eager
+
+
+class Scaled(nn.Linear):
+    scale = 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_rows, self.auxiliary = x.shape[0], x.square().mean()
+        return super().forward(x)
+
+
+def test_what_a_wrapper_answers_for_its_module() -> None:
+    def of_wrapped(model: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = model(x).mean() * model[0].scale
+        return loss + model[0].auxiliary, model[0].auxiliary * model[0].num_rows
+
+    wrapped = Scaled(4, 4)
+    wrapped.scale = 0.25
+    with pytest.raises(CaptureError, match="is what checkpoint_wrapper wraps as a whole"):
+        capture_train_step(of_wrapped, checkpoint_wrapper(wrapped), batches()[0])
+    model = nn.Sequential(checkpoint_wrapper(wrapped))
+    step = capture_train_step(of_wrapped, model, batches()[0])
+    for x in batches():
+        step.check(x)
+        assert torch.equal(step(x)[1], x.square().mean() * 3)
+    wrapped.scale = 2.0
+    with pytest.raises(
+        CaptureError, match=r"_checkpoint_wrapped_module\.scale' was 0\.25 when the step was captured"
+    ):
+        step(x)
 
 
 class Remembering(nn.Linear):

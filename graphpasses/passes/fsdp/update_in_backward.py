@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from graphpasses.analysis.effects import is_elementwise_on_lists, is_written
-from graphpasses.graph import CapturedStep, InputKind, Stage, TrainGraph
+from graphpasses.graph import CapturedStep, InputKind, OutputKind, Stage, TrainGraph
 from graphpasses.graph.nodes import last_reads, storages
 from graphpasses.graph.train_graph import add_update_input
 from graphpasses.graph.update import Update
@@ -77,6 +77,9 @@ def _reject_reason(graph: TrainGraph, update: Update, stored: Nodes, gradients: 
     memory = storages(*stored.values())
     if shared := _find_shared(graph, update.gradients):
         return "{!r} and {!r} share memory".format(*shared)
+    for output, value in zip(graph.outputs, graph.output_values, strict=True):
+        if output.kind in (OutputKind.LEFT, OutputKind.RETURNED) and value is not None and storages(value) & memory:
+            return f"{output.kind.value} {output.fqn!r} shares memory with a parameter"
     for item, node in zip(update.inputs, update.module.graph.find_nodes(op="placeholder"), strict=True):
         if item.kind is not InputKind.GRADIENT:
             continue

@@ -99,6 +99,22 @@ def test_parameters_of_one_memory() -> None:
     assert all(map(same_bits, model.parameters(), eager.parameters()))
 
 
+def test_a_parameter_that_is_returned() -> None:
+    """Who has a view of a parameter sees its update, as in eager."""
+
+    def with_weight(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return loss_fn(model, x), model[0].weight[:1]
+
+    model = build()
+    step = capture_train_step(with_weight, model, X, optimizer=AdamW(model.parameters(), 0.1))
+    num_parts, notes, step = run(step)
+    assert num_parts == 0
+    assert notes[0].endswith("after the backward: returned value 'result[1]' shares memory with a parameter")
+    weight = step(X)[1]
+    assert same_bits(weight, model[0].weight[:1].detach())
+    assert not same_bits(weight, build()[0].weight[:1].detach())
+
+
 def test_a_second_run_changes_nothing() -> None:
     model = build()
     *_, step = run(capture(model, AdamW(model.parameters())))
