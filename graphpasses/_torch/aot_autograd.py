@@ -218,7 +218,9 @@ def compile_aot_eager(
     def compile_backward(gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         return _boxed(stages.compile_backward(gm, inputs, compiler(stages.backward)))
 
-    with gradients_whole(copied=False), _backward_after_autocast():
+    # A second backward, with retain_graph=True, may read what the first has read: nothing writes over it.
+    kept = mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", return_value=[])
+    with kept, gradients_whole(copied=False), _backward_after_autocast():
         compiled: Compiled = aot_autograd(
             fw_compiler=compiler(stages.forward),
             bw_compiler=compile_backward,

@@ -187,3 +187,15 @@ def test_a_part_of_a_backward_graph_writes_over_nothing_that_stays() -> None:
         with _donated([0, 2, 3, -1, 1], kept=[3]):
             assert get_donated_idxs() == [1, 4]
         assert get_donated_idxs() == [1, 2, 3]
+
+
+@pytest.mark.usefixtures("forget_compiled_code")
+def test_a_graph_may_be_retained_after_one_that_was_not() -> None:
+    """Torch alone raises, since a compiled backward may write over what it reads; ours does not."""
+    x = torch.ones(3, requires_grad=True)
+    call = graphpasses.compile(lambda x: x.exp().sin().sum(), inner="aot_eager")
+    call(x).backward()
+    loss = call(x)
+    once, twice = (torch.autograd.grad(loss, x, retain_graph=True) for _ in range(2))
+    assert torch.equal(*once, *twice)
+    assert torch.equal(*once, x.grad)  # type: ignore[arg-type]
