@@ -166,7 +166,8 @@ def _left_to_eager() -> dict[Any, Callable[..., Any]]:
 def _answer(note: Callable[[str], None], answer: Callable[..., Any], variable: Any, tx: Any, *args: Any) -> Any:
     """Answers code that asks whether it is compiled."""
     leave_optimizers(tx)
-    if tx.f_globals.get("__name__", "").partition(".")[0] not in _PREPARED:
+    name = tx.f_globals.get("__name__", "")
+    if name.partition(".")[0] not in _PREPARED or name == "torch.nn.modules.transformer":  # nested tensors of masks
         asker = tx
         while asker.f_code.co_name.startswith("is_") and asker.parent is not None:
             asker = asker.parent

@@ -199,3 +199,19 @@ def test_a_graph_may_be_retained_after_one_that_was_not() -> None:
     once, twice = (torch.autograd.grad(loss, x, retain_graph=True) for _ in range(2))
     assert torch.equal(*once, *twice)
     assert torch.equal(*once, x.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.usefixtures("forget_compiled_code")
+def test_a_transformer_that_nests_what_is_not_masked_is_named() -> None:
+    """Where eager evaluates with a mask, what is masked gets zeros, which the compiled encoder computes."""
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    model, report = torch.nn.TransformerEncoder(layer, 1).eval(), graphpasses.CompileReport()
+    compiled = graphpasses.compile(model, inner="aot_eager", report=report)
+    mask = torch.tensor([[False, False, True], [False, False, False]])
+    with torch.no_grad():
+        results = [each(torch.ones(2, 3, 8), src_key_padding_mask=mask) for each in (model, compiled)]
+    assert not torch.equal(*results)
+    (note,) = report.notes
+    assert "transformer.py" in note
+    assert "asks whether it is compiled" in note
