@@ -26,6 +26,7 @@ from torch.utils._mode_utils import no_dispatch
 from graphpasses._torch import pytree
 from graphpasses._torch.fake_kernels import FAKE_RESULTS, unbind
 from graphpasses._torch.schemas import writes_arguments
+from graphpasses._torch.symbols import indices_of_eager
 from graphpasses._torch.tested_versions import RELEASE
 from graphpasses.gc_pause import objects_made_in_pause
 
@@ -168,6 +169,7 @@ def strides_of_kernels() -> Iterator[None]:
         replace(_meta_registrations, "_meta_grouped_mm_common", grouped_mm),
         replace(fake_tensor, "in_kernel_invocation_manager", _in_kernel),
         replace(FakeTensorMode, "cache", _RESULTS),  # torch's has the others
+        indices_of_eager(),
     ):
         try:
             yield

@@ -63,6 +63,7 @@ def _written(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         if isinstance(value, fx.Node) and value not in backward:
             written[node] = value
     for node in graph.nodes:
-        names = frozenset() if node in backward else written_names(node.target)  # running statistics
-        written |= {value: node for each, value in given_arguments(node) if each.name in names} if names else {}
+        names = frozenset() if node in backward else written_names(node.target)  # running statistics, or None
+        values = [value for each, value in given_arguments(node) if each.name in names] if names else []
+        written |= {value: node for value in values if isinstance(value, fx.Node)}
     return written

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,8 @@ def runner(
     torch traces by fake tensors. Where a fake kernel gets strides wrong, a view may have become a copy, or a formula
     another: the first run looks at each operator, and ``other`` runs from the second on, if all strides are right.
     Gradients of outputs may arrive in other strides than the outputs'. Eager's kernels get them so, and so does the
-    graph if it computes the same of random numbers in these strides but for rounding: a formula that would have
-    copied them was traced without the copy. Else it gets copies, in the strides of its trace.
+    graph, but for those of which it computes otherwise than by rounding, if they are random numbers: a formula that
+    would have copied them was traced without the copy. Of those it gets copies, in the strides of its trace.
     """
     placeholders = enumerate(module.graph.find_nodes(op="placeholder"))
     gradients = ((index, node.meta["val"]) for index, node in placeholders if is_tangent(node))
@@ -47,7 +47,7 @@ def runner(
         return forward
     effects = [operator_effects(node) for node in module.graph.nodes if node.op == "call_function"]
     runs_twice = not any(each.writes or each.has_hidden_state or each.group is not None for each in effects)
-    fits: dict[_Orders, bool] = {}
+    not_alike: dict[_Orders, list[int]] = {}  # the gradients that are copied
 
     def run(values: list[Any]) -> Any:
         expected = {index: _strides_for(values[index].shape, was) for index, was in traced.items()}
@@ -59,20 +59,25 @@ def runner(
         if not others:
             return forward(values)
 
-        def copied(values: Sequence[Any]) -> list[Any]:
+        def copied(values: Sequence[Any], every: Collection[int]) -> list[Any]:
             copies = [*values]
-            for index, *_ in others:
+            for index in every:
                 value = values[index]
                 empty = torch.empty_strided(value.shape, expected[index], dtype=value.dtype, device=value.device)
                 copies[index] = empty.copy_(value)
             return copies
 
-        if others not in fits:
-            tried = [*values]
-            for index, *_ in others:
-                tried[index] = _random_like(values[index])
-            fits[others] = runs_twice and is_alike(forward(copied(tried)), tried)
-        return forward(values if fits[others] else copied(values))
+        if others not in not_alike:
+            not_alike[others] = every = [index for index, *_ in others]
+            if runs_twice:
+                tried = [*values]
+                for index in every:
+                    tried[index] = _random_like(values[index])
+                results = forward(copied(tried, every))
+                not_alike[others] = [
+                    index for index in every if not is_alike(results, copied(tried, {*every} - {index}))
+                ]
+        return forward(copied(values, not_alike[others]))
 
     def is_alike(results: Any, tried: list[Any]) -> bool:
         try:

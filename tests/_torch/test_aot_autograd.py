@@ -187,3 +187,31 @@ def test_a_part_of_a_backward_graph_writes_over_nothing_that_stays() -> None:
         with _donated([0, 2, 3, -1, 1], kept=[3]):
             assert get_donated_idxs() == [1, 4]
         assert get_donated_idxs() == [1, 2, 3]
+
+
+@pytest.mark.usefixtures("forget_compiled_code")
+def test_a_graph_may_be_retained_after_one_that_was_not() -> None:
+    """Torch alone raises, since a compiled backward may write over what it reads; ours does not."""
+    x = torch.ones(3, requires_grad=True)
+    call = graphpasses.compile(lambda x: x.exp().sin().sum(), inner="aot_eager")
+    call(x).backward()
+    loss = call(x)
+    once, twice = (torch.autograd.grad(loss, x, retain_graph=True) for _ in range(2))
+    assert torch.equal(*once, *twice)
+    assert torch.equal(*once, x.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.usefixtures("forget_compiled_code")
+def test_a_transformer_that_nests_what_is_not_masked_is_named() -> None:
+    """Where eager evaluates with a mask, what is masked gets zeros, which the compiled encoder computes."""
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    model, report = torch.nn.TransformerEncoder(layer, 1).eval(), graphpasses.CompileReport()
+    compiled = graphpasses.compile(model, inner="aot_eager", report=report)
+    mask = torch.tensor([[False, False, True], [False, False, False]])
+    with torch.no_grad():
+        results = [each(torch.ones(2, 3, 8), src_key_padding_mask=mask) for each in (model, compiled)]
+    assert not torch.equal(*results)
+    (note,) = report.notes
+    assert "transformer.py" in note
+    assert "asks whether it is compiled" in note

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import sympy  # type: ignore[import-untyped]
@@ -11,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, optimization_hint
 
+import graphpasses
 from graphpasses._torch.symbols import as_function, guessed_sizes
 from graphpasses.capture import capture_train_step
 
@@ -69,3 +71,51 @@ def test_one_row_that_is_put_at_an_index_decides(num_first: int) -> None:
         assert row.grad is not None
         gradients.append(row.grad[0])
     assert [bool(gradient.signbit().any()) for gradient in gradients] == [False, True]
+
+
+class Indexed(nn.Module):
+    """Takes items by an index with slices, of dims that vary."""
+
+    def __init__(self, stop: int | None) -> None:
+        super().__init__()
+        self.linear, self.stop = nn.Linear(6, 6), stop
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        return y.t()[:, : self.stop].t().logsumexp(0)
+
+
+def losses(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return (model(x) * torch.linspace(0.5, 1.5, 6)).sum()
+
+
+def have_eagers_bits(stop: int | None) -> bool:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Indexed(stop)
+    compiled = graphpasses.compile(model, inner="aot_eager")
+    are_equal = []
+    for number in (12, 16, 9, 7, 33):
+        x, gradients = torch.randn(number, 6), []
+        for each in (model, compiled):
+            model.zero_grad()
+            losses(each, x).backward()
+            gradients.append(model.linear.bias.grad)
+        are_equal.append(torch.equal(*gradients))  # type: ignore[arg-type]
+    return all(are_equal)
+
+
+@pytest.mark.usefixtures("forget_compiled_code")
+@pytest.mark.parametrize("stop", [None, 9])
+def test_slices_of_whole_dims_are_left_out(stop: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As eager leaves them out of an index; the control is torch's trace."""
+    assert have_eagers_bits(stop)
+    monkeypatch.setattr("graphpasses._torch.fake_mode.indices_of_eager", nullcontext)
+    assert not have_eagers_bits(stop)
+
+
+def test_a_captured_step_leaves_them_out() -> None:
+    model = Indexed(None)
+    step = capture_train_step(losses, model, torch.randn(8, 6), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+    assert not step.graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor)
+    step.check(torch.randn(33, 6))

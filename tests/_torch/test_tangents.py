@@ -75,3 +75,29 @@ def test_a_kernel_that_looks_at_no_strides_gets_a_copy(monkeypatch: pytest.Monke
     monkeypatch.setattr("graphpasses.capture.traced_strides._differ_by_rounding", lambda results, others: True)
     is_copied = RELEASE == (2, 13)  # later kernels look at strides, and add a copy as they add the gradient itself
     assert torch.equal(bias_gradient(module, "graphpasses"), eager) != is_copied
+
+
+class TwoNorms(nn.Module):
+    """Of one tensor two norms, of which one's kernel looks at the strides of a gradient, and the other's does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm2d(3, track_running_stats=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.linear(x).contiguous(memory_format=torch.channels_last)
+        return self.norm(h), nn.functional.group_norm(h, 3)
+
+
+@pytest.mark.usefixtures("forget_compiled_code")
+def test_each_gradient_is_asked_for_itself() -> None:
+    """It also has a norm without running statistics."""
+    torch.manual_seed(0)
+    model = TwoNorms()
+    gradients = []
+    for call in (model, graphpasses.compile(model, inner="aot_eager")):
+        model.zero_grad()
+        results = call(torch.linspace(-1, 1, 180).sin().view(2, 3, 5, 6))
+        torch.autograd.backward(results, [torch.linspace(0.5, 1.5, 180).view(2, 3, 5, 6)] * 2)
+        gradients.append(model.linear.weight.grad)
+    assert torch.equal(*gradients)  # type: ignore[arg-type]
