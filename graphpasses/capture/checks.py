@@ -58,12 +58,13 @@ def _raises(instructions: list[dis.Instruction]) -> bool:
 _DOES_MORE = ("JUMP", "RETURN", "YIELD", "STORE_ATTR", "STORE_SUBSCR", "STORE_GLOBAL")
 
 
-def assert_truth(item: fx.Node, truth: bool, where: str) -> bool:
-    """Adds to a graph that is traced that the bool of which ``item`` reads the value is as code checks it at a line;
-    returns whether it is one.
-    """
-    if item.target is not aten._local_scalar_dense.default or argument(item).meta["val"].dtype is not torch.bool:
-        return False
+def reads_bool(node: fx.Node) -> bool:
+    """Whether a node reads the value of a tensor that is a bool."""
+    return node.target is aten._local_scalar_dense.default and argument(node).meta["val"].dtype is torch.bool
+
+
+def assert_truth(item: fx.Node, truth: bool, where: str) -> None:
+    """Adds to a traced graph that the bool of which ``item`` reads the value is as code at a line checks it."""
     graph, condition = item.graph, argument(item)
     origin = {key: value for key, value in item.meta.items() if key != "unbacked_bindings"}
     if not truth:
@@ -74,4 +75,3 @@ def assert_truth(item: fx.Node, truth: bool, where: str) -> bool:
     text = f"loss_fn raises an error at {where} with these values: run it eagerly to see which"
     asserted = graph.call_function(aten._assert_async.msg, (condition, text[-_MAX_LENGTH:]))
     asserted.meta = {**origin, "val": None}
-    return True

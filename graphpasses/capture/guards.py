@@ -23,7 +23,7 @@ from graphpasses._torch.fake_mode import is_fake, outside_tracing
 from graphpasses._torch.schemas import inner_names, is_tensor_subclass
 from graphpasses._torch.symbols import as_number, bound_symbols, value_at
 from graphpasses.analysis.effects import Effects, operator_effects
-from graphpasses.capture.checks import assert_truth, checked_truth
+from graphpasses.capture.checks import assert_truth, checked_truth, reads_bool
 from graphpasses.errors import CaptureError
 from graphpasses.fbgemm.names import SIZED_BY_OFFSETS
 from graphpasses.graph import GraphInput, InputKind
@@ -97,7 +97,8 @@ class Decisions:
                 self._values[symbol] = value
                 return value
             reason = f"is {value}"
-        elif node is not None and (truth := checked_truth()) is not None and assert_truth(node, truth, user_line()):
+        elif node is not None and reads_bool(node) and (truth := checked_truth()) is not None:
+            assert_truth(node, truth, user_line())
             self._values[symbol] = truth
             return truth
         self._refusal = f"{user_line()}, and that value {reason}"
@@ -379,8 +380,8 @@ _COMPARISONS = {getattr(aten, name).Scalar: getattr(operator, name) for name in 
 def certain_value(node: fx.Node) -> bool | None:
     """Returns what a node that reads a number from a tensor computes, if it is a bool that nothing changes, or None.
 
-    Layers that are dropped at random ask ``torch.rand([]) < self.layerdrop``, also where
-    none is ever dropped: no draw changes the answer.
+    Layers that are dropped at random ask ``torch.rand([]) < self.layerdrop``, also where none is ever dropped: no
+    draw changes the answer.
     """
     compared = node.args[0]
     if not isinstance(compared, fx.Node) or compared.target not in _COMPARISONS:

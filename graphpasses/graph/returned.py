@@ -9,14 +9,11 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.types import py_sym_types
 
 from graphpasses.errors import CaptureError
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.kinds import GraphOutput
-
-COMPUTED = (torch.Tensor, *py_sym_types)
-"""What a step computes: a number that it reads of a tensor, as by ``.item()``, is symbolic while it is traced."""
+from graphpasses.state.left_tensors import COMPUTED
 
 
 def loss_of(result: Any) -> Any:
@@ -58,7 +55,8 @@ class Returned:
     @cached_property
     def computed(self) -> tuple[str, ...]:
         """The paths of what is computed beside the loss."""
-        return tuple(path for path in self.structure.paths if path not in (*self.losses, *self.plain))
+        others = {*self.losses, *self.plain}
+        return tuple(path for path in self.structure.paths if path not in others)
 
     def made_of(self, outputs: Sequence[GraphOutput], flat: Sequence[Any], loss: torch.Tensor) -> Any:
         """Returns what ``loss_fn`` would, of the flat outputs of a graph and its loss."""

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from graphpasses.capture.train_step import capture_train_step
 from graphpasses.errors import CaptureError
 from graphpasses.graph import CapturedStep
-from graphpasses.graph.returned import COMPUTED
 from graphpasses.integrations.by_shape import Steps, StepsByShape
 from graphpasses.ops.autograd_functions import alias_tensors
+from graphpasses.state.left_tensors import COMPUTED
 
 
 class CapturedSteps(StepsByShape):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from dataclasses import replace as replace_fields
 from typing import TYPE_CHECKING
 
-import torch
 from torch import fx
+from torch.types import py_sym_types
 
 from graphpasses.errors import ProofError
 from graphpasses.fbgemm.names import FBGEMM
@@ -357,7 +357,7 @@ class _Proof:
             node = pending.pop()
             if node in odd:
                 return str(node.target)
-            if isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            if isinstance(node.meta.get("val"), py_sym_types):
                 return "sizes that depend on data"
             if node not in seen:
                 seen.add(node)

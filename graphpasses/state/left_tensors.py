@@ -135,7 +135,8 @@ class LeftTensors:
 
 
 _MODULE_STATE = frozenset(vars(nn.Module()))
-_COMPUTED = (torch.Tensor, *py_sym_types)
+COMPUTED = (torch.Tensor, *py_sym_types)
+"""What a step computes: a number that it reads of a tensor, as by ``.item()``, is symbolic while it is traced."""
 _FIRST_CALL = ". If it does so at the first call only, run loss_fn once before the capture"
 
 
@@ -158,9 +159,9 @@ def _in_containers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """
     for fqn, module in model.named_modules():
         for name, value in vars(module).items():
-            if name not in ("_parameters", "_buffers", "_modules") and not isinstance(value, _COMPUTED):
+            if name not in ("_parameters", "_buffers", "_modules") and not isinstance(value, COMPUTED):
                 for leaf in _leaves(value):
-                    if isinstance(leaf, _COMPUTED):
+                    if isinstance(leaf, COMPUTED):
                         yield f"{fqn}.{name}".lstrip("."), leaf
 
 
