@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
@@ -43,8 +43,8 @@ class ParameterGroup:
 
     name: str  # FQNs of the modules that ``fully_shard`` was called with, joined by ``", "``
     parameters: tuple[GroupedParameter, ...]  # in the order in which FSDP2 packs them
-    shard_ranks: tuple[int, ...]  # global ranks of the reduce-scatter's process group
-    replicate_ranks: tuple[int, ...] | None  # global ranks of HSDP's all-reduce, or None
+    shard_ranks: tuple[int, ...]  # global ranks of the reduce-scatter's process group; this one, if none shards
+    replicate_ranks: tuple[int, ...] | None  # global ranks of the all-reduce of HSDP and ``replicate``, or None
     reduce_scatter_op: str  # ``"avg"``, ``"sum"``, or what a :class:`ReduceScatterInGraph` does
     all_reduce_op: str  # likewise; only HSDP uses it
     is_premultiplied: bool  # whether FSDP2 asks for PREMUL_SUM by one where these say ``"sum"``
@@ -134,10 +134,9 @@ def find_outdated(groups: Iterable[FSDPParamGroup]) -> str | None:
     groups = [*groups]
     unshard(group for group in groups if group.is_sharded_post_forward)
     for group in groups:
-        if group.is_unsharded and isinstance(group.mesh_info, FSDPMeshInfo):
-            for parameter in group.fsdp_params:
-                if not _is_up_to_date(parameter, group.mesh_info):
-                    return parameter._param_fqn or parameter._module_info.param_name
+        for parameter in group.fsdp_params if group.is_unsharded else ():
+            if not _is_up_to_date(parameter, shard_group(group)):
+                return parameter._param_fqn or parameter._module_info.param_name
     return None
 
 
@@ -158,10 +157,11 @@ def find_replaced(groups: Iterable[FSDPParamGroup]) -> str | None:
     return None
 
 
-def _is_up_to_date(parameter: FSDPParam, mesh: FSDPMeshInfo) -> bool:
+def _is_up_to_date(parameter: FSDPParam, group: dist.ProcessGroup | None) -> bool:
     shard, whole = (local_part(each).detach() for each in (parameter.sharded_param, parameter.unsharded_param))
-    shards = torch.chunk(whole, mesh.shard_mesh_size, parameter.fsdp_placement.dim)
-    return mesh.shard_mesh_rank >= len(shards) or same_bits(shard.to(whole.dtype), shards[mesh.shard_mesh_rank])
+    size, rank = (group.size(), group.rank()) if group else (1, 0)
+    shards = torch.chunk(whole, size, parameter.fsdp_placement.dim)
+    return rank >= len(shards) or same_bits(shard.to(whole.dtype), shards[rank])
 
 
 def read_groups(model: nn.Module) -> dict[FSDPParamGroup, ParameterGroup]:
@@ -173,7 +173,7 @@ def read_groups(model: nn.Module) -> dict[FSDPParamGroup, ParameterGroup]:
     fqns = {module: fqn for fqn, module in model.named_modules()}
     groups: dict[FSDPParamGroup, str] = {}
     keeps: set[FSDPParamGroup] = set()
-    for module, is_root in _post_order(model, set(), True):
+    for module, is_root in _post_order(model, set(), ()):
         state = _get_module_fsdp_state(module)
         if state is None:
             continue
@@ -187,23 +187,21 @@ def read_groups(model: nn.Module) -> dict[FSDPParamGroup, ParameterGroup]:
     return {group: _read_group(group, name, fqns, group in keeps) for group, name in groups.items()}
 
 
-def _post_order(module: nn.Module, visited: set[nn.Module], is_root: bool) -> Iterator[tuple[nn.Module, bool]]:
-    """Yields each module and whether no module around it is an FSDP2 module."""
+def _post_order(
+    module: nn.Module, visited: set[nn.Module], around: tuple[FSDPState, ...]
+) -> Iterator[tuple[nn.Module, bool]]:
+    """Yields each module and whether it is no part of an FSDP2 module around it; one of ``replicate`` has its own."""
     visited.add(module)
+    state = _get_module_fsdp_state(module)
     for child in module.children():
         if child not in visited:
-            yield from _post_order(child, visited, is_root and _get_module_fsdp_state(module) is None)
-    yield module, is_root
+            yield from _post_order(child, visited, around if state is None else (*around, state))
+    yield module, all(each._get_state_for_module(module) is None for each in around)
 
 
 def _read_group(
     group: FSDPParamGroup, name: str, fqns: dict[nn.Module, str], keeps_parameters: bool
 ) -> ParameterGroup:
-    mesh_info = group.mesh_info
-    if not isinstance(mesh_info, FSDPMeshInfo):
-        raise UnsupportedError(
-            f"FSDP2 group {name!r} is replicated, not sharded; only groups of fully_shard can be read"
-        )
     if group._all_reduce_hook is not None:
         raise UnsupportedError(
             f"FSDP2 group {name!r} has an all-reduce hook, whose effect on the gradients cannot be read; "
@@ -235,7 +233,7 @@ def _read_group(
             f"FSDP2 group {name!r} with gradient divide factor {group.gradient_divide_factor} reduces with "
             "PREMUL_SUM, for which functional collectives have no equivalent; on the eager model call "
             "set_force_sum_reduction_for_comms(True), or set_gradient_divide_factor"
-            f"({float(shards.size())}), the size of its shard group"
+            f"({float(num_shards(group))}), the size of its shard group"
         )
     return ParameterGroup(
         name=name,
@@ -249,7 +247,7 @@ def _read_group(
             for parameter in group.fsdp_params
             for info in [parameter._module_info]
         ),
-        shard_ranks=tuple(dist.get_process_group_ranks(shards)),
+        shard_ranks=tuple(dist.get_process_group_ranks(shards)) if shards else (dist.get_rank(),),
         replicate_ranks=tuple(dist.get_process_group_ranks(replicas)) if replicas else None,
         reduce_scatter_op=reduce_scatter_op,
         all_reduce_op=all_reduce_op,
@@ -352,14 +350,27 @@ def own_reduction(group: FSDPParamGroup) -> ReduceScatterInGraph | None:
     return comm if isinstance(comm, ReduceScatterInGraph) else None
 
 
-def shard_group(group: FSDPParamGroup) -> dist.ProcessGroup:
-    """Returns the ranks that a group's reduce-scatter joins."""
-    return group._reduce_scatter_process_group
+def shard_group(group: FSDPParamGroup) -> dist.ProcessGroup | None:
+    """Returns the ranks that a group's reduce-scatter joins; None if ``replicate`` made it, which shards nothing."""
+    return group._reduce_scatter_process_group if isinstance(group.mesh_info, FSDPMeshInfo) else None
+
+
+def num_shards(group: FSDPParamGroup) -> int:
+    """Returns how many ranks share each parameter of a group."""
+    shards = shard_group(group)
+    return shards.size() if shards else 1
 
 
 def replicate_group(group: FSDPParamGroup) -> dist.ProcessGroup | None:
-    """Returns the ranks that HSDP's all-reduce joins; None without HSDP."""
-    return group._all_reduce_process_group if isinstance(group.mesh_info, HSDPMeshInfo) else None
+    """Returns the ranks that the all-reduce of HSDP and of ``replicate`` joins; None without one."""
+    return group._all_reduce_process_group if isinstance(group.mesh_info, DDPMeshInfo) else None
+
+
+def replicated_parameters(model: nn.Module) -> dict[torch.Tensor, tuple[int, ...]]:
+    """Returns the parameters of groups that shard nothing, which ``replicate`` made, and the ranks that hold them."""
+    groups = [(group, replicate_group(group)) for group in fsdp_groups(model) if shard_group(group) is None]
+    ranks = {group: tuple(dist.get_process_group_ranks(replicas)) for group, replicas in groups if replicas}
+    return {parameter.sharded_param: ranks[group] for group in ranks for parameter in group.fsdp_params}
 
 
 def mesh_ranks(group: FSDPParamGroup) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.dtensor import local_part
-from graphpasses._torch.fsdp2 import fsdp_groups, reduces_partly
+from graphpasses._torch.fsdp2 import fsdp_groups, num_shards, reduces_partly
 from graphpasses._torch.fsdp2_dtypes import KEEPS_GRADIENT_DTYPES
 from graphpasses.errors import CaptureError
 
@@ -184,8 +184,7 @@ def unsharded_leaf(group: FSDPParamGroup, parameter: FSDPParam) -> nn.Parameter:
     if not hasattr(parameter, "_unsharded_param"):
         numel = parameter.padded_sharded_param_size.numel()
         dtype = parameter.param_dtype or parameter.orig_dtype
-        size = group._all_gather_process_group.size()
-        parameter.init_all_gather_outputs([numel], [dtype], size, group.device)
+        parameter.init_all_gather_outputs([numel], [dtype], num_shards(group), group.device)
         parameter.init_unsharded_param()  # type: ignore[no-untyped-call]
         parameter.free_unsharded_param()
     leaf: nn.Parameter = parameter._unsharded_param

@@ -45,19 +45,16 @@ def prepare_for_tracing(model: nn.Module) -> None:
     """
     fsdp2.read_groups(model)
     fsdp2.refuse_custom_communication(fsdp_groups(model))
-    inside: set[nn.Module] = set()
-    for module, state in fsdp_states(model):
-        if module not in inside:  # a root: the first that runs forward
-            try:
-                state._lazy_init()
-            except (RuntimeError, AssertionError) as error:  # a group of modules without a module around them, say
-                raise CaptureError(f"FSDP2 refuses the model: {error}") from error
-            if getattr(state._state_ctx, "manual_backward_finalization", False):  # 2.15 has it
-                raise UnsupportedError(
-                    "FSDP2's root module is to be finalized by hand (set_manual_backward_finalization), and a "
-                    "captured step reduces all gradients before it ends. Turn it off"
-                )
-        inside.update(module.modules())
+    for _, state in fsdp_states(model):
+        try:
+            state._lazy_init()  # which makes a root of one that is no part of an earlier one
+        except (RuntimeError, AssertionError) as error:  # a group of modules without a module around them, say
+            raise CaptureError(f"FSDP2 refuses the model: {error}") from error
+        if getattr(state._state_ctx, "manual_backward_finalization", False):  # 2.15 has it
+            raise UnsupportedError(
+                "FSDP2's root module is to be finalized by hand (set_manual_backward_finalization), and a "
+                "captured step reduces all gradients before it ends. Turn it off"
+            )
     groups = fsdp_groups(model)
     fsdp2.reshard(groups)
     for owner, parameter in ((group, p) for group in groups for p in group.fsdp_params):
@@ -183,10 +180,10 @@ def _reshard(group: FSDPParamGroup) -> None:
 @torch.no_grad()
 def _gather(group: FSDPParamGroup) -> None:
     """Makes each parameter's unsharded leaf. Source: ``foreach_all_gather`` of FSDP2's ``_fsdp_collectives.py``."""
-    process_group = group._all_gather_process_group
-    num_shards = process_group.size()
+    num_shards = fsdp2.num_shards(group)
     shards = [_padded_shard(parameter, num_shards) for parameter in group.fsdp_params]
-    if num_shards == 1:
+    process_group = group._all_gather_process_group if num_shards > 1 else None
+    if process_group is None:
         wholes = shards
     elif len(shards) == 1:
         wholes = [_all_gather(shards[0], process_group)]
@@ -246,7 +243,7 @@ def _reduce(group: FSDPParamGroup, index: int, call: dict[str, Any], reductions:
         _check_dtypes(group, parameters, gradients)
         kept = call["orig_dtype"]
     process_group, all_reduce_group = call["reduce_scatter_group"], call["all_reduce_group"]
-    num_shards = process_group.size()
+    num_shards = fsdp2.num_shards(group)
     dtype = call["reduce_dtype"] or gradients[0].dtype
     predivide, postdivide, *ops = fsdp2.divide_factors(group, process_group, all_reduce_group, dtype)
     # PREMUL_SUM by one is a sum; others are refused before the trace, see `read_groups`.

@@ -39,7 +39,8 @@ def refuse_model(model: nn.Module) -> None:
         if is_replicated(module):
             reason = (
                 "was given to replicate(), which reduces gradients in DistributedDataParallel's hooks, and a "
-                "captured step does not run these: each rank would train on its own. Shard it with fully_shard"
+                "captured step does not run these: each rank would train on its own. Take FSDP2's, of "
+                "torch.distributed._composable.replicate_with_fsdp, or fully_shard"
             )
         if fqn == "_checkpoint_wrapped_module":  # the model names what is in it as if it were not there
             reason = "is what checkpoint_wrapper wraps as a whole; wrap modules of it, or give one that holds it all"
@@ -82,7 +83,7 @@ def check_materialised(model: nn.Module, when: str) -> None:
 _REFUSED_MODULES: dict[type[nn.Module], str] = {
     nn.parallel.DistributedDataParallel: (
         "is a DistributedDataParallel, which reduces gradients in hooks that a captured step does not run: each rank "
-        "would train on its own. Capture its .module, sharded with fully_shard, or use "
+        "would train on its own. Capture its .module, with FSDP2's replicate or fully_shard, or use "
         "torch.compile(model, backend='graphpasses')"
     ),
     nn.DataParallel: (

@@ -61,8 +61,8 @@ def capture_train_step(
         loss_fn: called as ``loss_fn(model, *batch)``; returns the loss, a scalar floating-point tensor, or a tuple
             that begins with it, or a dict or an object that has it as its ``loss``, as Hugging Face's models do. So
             does a call of the step. It must not call ``backward`` itself.
-        model: one that ``fully_shard`` has sharded, or torchtitan's SimpleFSDP ``data_parallel``, over tensor
-            parallelism or not, or a plain module; on any device but meta.
+        model: one that ``fully_shard`` has sharded, FSDP2's ``replicate`` has replicated, or torchtitan's SimpleFSDP
+            ``data_parallel``, over tensor parallelism or not, or a plain module; on any device but meta.
         batch: example arguments: tensors, numbers, strings, None, TorchRec's jagged and keyed tensors, or lists,
             tuples, mappings and dataclasses of them; ``loss_fn`` gets them as the types they are. Shapes, dtypes and
             plain values are fixed by the capture. But the numbers of ids and of samples of TorchRec's types may vary,

@@ -167,7 +167,7 @@ class TreeReduceScatter(fsdp2.ReduceScatterInGraph):
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns a buffer; FSDP2 asks for that of a reduction's input, then for its output's."""
-        numel, num_ranks = math.prod(size), fsdp2.shard_group(self._group).size()
+        numel, num_ranks = math.prod(size), fsdp2.num_shards(self._group)
         if self._input_numel == numel * num_ranks:
             dtype, numel = accumulate_dtype(self.reduce_scatter_op, dtype), 0
         self._input_numel = numel

@@ -209,7 +209,7 @@ def eager_layout(model: nn.Module, *, without_gradient: Collection[str] = ()) ->
     ``foreach_reduce``.
 
     Args:
-        model: the eager model, sharded by ``fully_shard``; it need not have run.
+        model: the eager model, sharded by ``fully_shard`` or given to FSDP2's ``replicate``; it need not have run.
         without_gradient: FQNs of trainable parameters that the step does not use.
 
     Returns:

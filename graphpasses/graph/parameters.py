@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from graphpasses._torch.dtensor import is_sharded, split_factor
+from graphpasses._torch.fsdp2 import replicated_parameters
 from graphpasses._torch.group_ranks import group_ranks
 from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.identity import IdentityMap, find_state
@@ -24,9 +27,10 @@ class ParameterInfo:
     dtype: torch.dtype  # dtype of the stored (sharded) parameter
     requires_grad: bool
     shard_dim: int | None  # tensor dim that FSDP shards, or None for a parameter that is not sharded
-    # Global ranks among which FSDP shards it, in order; empty where it is not sharded.
+    # Global ranks among which FSDP shards it, in order; this one alone where FSDP2's ``replicate`` manages it, and
+    # none where nothing does.
     shard_ranks: tuple[int, ...]
-    # With HSDP, global ranks that hold the same shard, in order; else empty.
+    # With HSDP and ``replicate``, global ranks that hold the same shard, in order; else empty.
     replicate_ranks: tuple[int, ...] = ()
     # Dtype of its gradient, if that is not its own: what ``torch.Tensor.grad_dtype`` was set to.
     grad_dtype: torch.dtype | None = None
@@ -37,10 +41,13 @@ def parameter_infos(model: nn.Module, identity: IdentityMap) -> dict[str, Parame
 
     Raises where one is sharded over several mesh axes otherwise than evenly by FSDP over tensor parallelism.
     """
-    return {fqn: _parameter_info(fqn, get_state(model, fqn)) for fqn, *_ in identity.parameters}
+    replicated = replicated_parameters(model)
+    return {fqn: _parameter_info(fqn, get_state(model, fqn), replicated) for fqn, *_ in identity.parameters}
 
 
-def _parameter_info(fqn: str, parameter: torch.Tensor) -> ParameterInfo:
+def _parameter_info(
+    fqn: str, parameter: torch.Tensor, replicated: Mapping[torch.Tensor, tuple[int, ...]]
+) -> ParameterInfo:
     # What is computed, as views of joined tables are, keeps no gradient.
     grad_dtype = parameter.grad_dtype if parameter.is_leaf else parameter.dtype
     info = ParameterInfo(
@@ -55,6 +62,9 @@ def _parameter_info(fqn: str, parameter: torch.Tensor) -> ParameterInfo:
     if not isinstance(parameter, DTensor):
         return info
     placements, mesh = parameter.placements, parameter.device_mesh
+    if (replicas := replicated.get(parameter)) is not None:  # as HSDP has it, each shard of one rank
+        shape = tuple(parameter.to_local().shape)
+        return replace(info, shape=shape, shard_dim=0, shard_ranks=(dist.get_rank(),), replicate_ranks=replicas)
     axis = next((axis for axis, placement in enumerate(placements) if is_sharded(placement)), None)
     if axis is None:
         return info

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -111,6 +112,19 @@ def reduced_as_the_policy_leaves_it(model: nn.Module, mesh: DeviceMesh) -> None:
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
 
 
+def replicated(model: nn.Module, mesh: DeviceMesh) -> None:
+    """As torchtitan's eager trainer has it, whose ranks all hold all parameters."""
+    for module in (*model.layers, model):
+        replicate(module, mesh=mesh, mp_policy=BF16)
+
+
+def sharded_inside(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Each layer is a root of its own, which `replicate` does not know."""
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=BF16)
+    replicate(model, mesh=mesh, mp_policy=BF16)
+
+
 def dtypes_by_parameter(model: nn.Module, mesh: DeviceMesh) -> None:
     """Gathered as bytes; gradients of two dtypes are packed into one."""
     gains = {layer.gain for layer in model.layers}
@@ -139,10 +153,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, DeviceMesh]
         to_a_smaller_mesh,
         with_zeros_for_unused,
         reduced_as_the_policy_leaves_it,
+        replicated,
+        sharded_inside,
         *((dtypes_by_parameter, kept_in_float32) if RELEASE >= (2, 15) else ()),
     )
 } | {"in_turn": (InTurn, per_layer)}
-ON_4_RANKS = ("ignored_parameters", "on_several_dims", "to_a_smaller_mesh")  # else on two
+ON_4_RANKS = ("ignored_parameters", "on_several_dims", "to_a_smaller_mesh", "replicated")  # else on two
 
 
 def train(name: str, rank: int) -> Outcome:

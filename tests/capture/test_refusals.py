@@ -63,14 +63,15 @@ WRAPPED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: nn.ModuleDict({"tower": DistributedDataParallel(build())}),
         """\
 module 'tower' is a DistributedDataParallel, which reduces gradients in hooks that a captured step does not run: \
-each rank would train on its own. Capture its .module, sharded with fully_shard, or use \
+each rank would train on its own. Capture its .module, with FSDP2's replicate or fully_shard, or use \
 torch.compile(model, backend='graphpasses')""",
     ),
     "replicate": (
         lambda: nn.Sequential(replicate(build())),
         """\
 module '0' was given to replicate(), which reduces gradients in DistributedDataParallel's hooks, and a captured step \
-does not run these: each rank would train on its own. Shard it with fully_shard""",
+does not run these: each rank would train on its own. Take FSDP2's, of \
+torch.distributed._composable.replicate_with_fsdp, or fully_shard""",
     ),
     "DP": (
         lambda: nn.DataParallel(build()),
