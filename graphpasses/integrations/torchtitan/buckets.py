@@ -7,11 +7,15 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
+from graphpasses._torch.dtensor import local_part
 from graphpasses.errors import PlanError, UnsupportedError
 from graphpasses.fsdp.layout import Layout, eager_layout
 from graphpasses.fsdp.plan import BucketPlan
+from graphpasses.graph.parameters import ParameterInfo, get_state
+from graphpasses.graph.train_graph import TrainGraph
 from graphpasses.identity import IdentityMap
 
 HEAD = "lm_head"
@@ -37,6 +41,23 @@ def buckets_of(model: nn.Module, config: Any) -> tuple[BucketPlan, Layout]:
     if isinstance(config.loss, ChunkedLossWrapper.Config) and has_head(model):
         plan, layout = chunked_buckets(plan, layout, model, HEAD)
     return plan, layout
+
+
+def replicated_as(step: TrainGraph, layout: Layout) -> dict[str, ParameterInfo]:
+    """Returns facts about parameters, of those that SimpleFSDP only replicates as eager's FSDP2 has them.
+
+    That has shards of one rank, in front of what tensor parallelism shards.
+    """
+    infos, own_rank = dict(step.parameters), (dist.get_rank(),)
+    places = [(bucket, entry) for bucket in layout.buckets for entry in bucket.entries]
+    scattered = {entry.fqn for bucket, entry in places if bucket.collective != "all_reduce"}
+    for bucket, entry in places:
+        info, part = infos[entry.fqn], local_part(get_state(step.model, entry.fqn))
+        is_known = (info.shard_ranks, info.replicate_ranks) == (own_rank, bucket.ranks)
+        if entry.fqn not in scattered and not is_known and part.numel() == entry.numel:
+            info = replace(info, shape=tuple(part.shape), shard_dim=entry.shard_dim)
+            infos[entry.fqn] = replace(info, shard_ranks=own_rank, replicate_ranks=bucket.ranks)
+    return infos
 
 
 def chunked_buckets(plan: BucketPlan, layout: Layout, model: nn.Module, fqn: str) -> tuple[BucketPlan, Layout]:

@@ -29,7 +29,7 @@ class Recipe:
     num_experts: int | None = None  # how many experts its layers have; None is as many as they have
     # What is computed again in backward: by eager's checkpoints, by graph_trainer's memory policy.
     checkpointing: Literal["", "selective", "full"] = ""
-    num_replicas: int = 1  # of HSDP
+    num_replicas: int = 1  # of HSDP, or of whole parameters where they are all ranks
     tensor_parallel: int = 1  # degree
     context_parallel: int = 1  # degree
     expert_parallel: int = 1  # degree

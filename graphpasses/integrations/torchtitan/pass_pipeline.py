@@ -29,7 +29,7 @@ from graphpasses.graph import CapturedStep, TrainGraph
 from graphpasses.graph.certificate import Certificate, joined
 from graphpasses.graph.nodes import EXACT_REGION
 from graphpasses.graph.pass_report import PassReport, PipelineReport
-from graphpasses.integrations.torchtitan.buckets import ON_REWRITTEN
+from graphpasses.integrations.torchtitan.buckets import ON_REWRITTEN, replicated_as
 from graphpasses.integrations.torchtitan.chunks import add_chunks_before_casts_pass, release_shared_nodes
 from graphpasses.integrations.torchtitan.eager_model import eager_buckets
 from graphpasses.integrations.torchtitan.guards import TraceWatch, step_check
@@ -81,6 +81,7 @@ def graph_passes(traced: Any, config: Any, *, parallel_dims: Any = None) -> list
     watch = TraceWatch.of(trainer)
     step = read_traced_result(traced, model=trainer.model_parts[0], snapshot=watch.snapshot)
     ((plan, expected_layout),) = eager_buckets(trainer)
+    step.parameters = replicated_as(step, expected_layout)
     refuse_step(trainer, step, expected_layout)
     layout = None if config.compile.disable_passes else expected_layout
     on_rewritten = getattr(trainer, ON_REWRITTEN, None)

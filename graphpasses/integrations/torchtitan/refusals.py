@@ -220,12 +220,6 @@ def _refuse_other_shards(step: TrainGraph, expected_layout: Layout) -> None:
     """FSDP2's trainer shards experts on dim 1 where there are more ranks than experts, SimpleFSDP's does not."""
     for entry in (entry for bucket in expected_layout.buckets for entry in bucket.entries):
         info = step.parameters[entry.fqn]
-        if info.shard_dim is None:
-            raise UnsupportedError(
-                f"torchtitan's eager trainer shards {entry.fqn!r} over one rank and reduces it with its buckets, "
-                "graph_trainer replicates it and reduces each parameter by itself. Shard it over more ranks "
-                f"(--parallelism.data_parallel_shard_degree), or {_ELSE}"
-            )
         if info.shard_dim != entry.shard_dim:
             raise UnsupportedError(
                 f"torchtitan's eager trainer shards {entry.fqn!r} of shape {info.shape} as Shard({entry.shard_dim}), "

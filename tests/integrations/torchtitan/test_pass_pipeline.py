@@ -52,6 +52,7 @@ STAGES: dict[str, Any] = {
 CASES = {
     "sharded": {
         "llama3 tied": Case(Recipe("llama3", tied=True, num_layers=1)),
+        "replicated": Case(Recipe("llama3", tied=True, num_layers=1, num_replicas=2)),
         "fused": Case(Recipe("llama3", tied=True, num_layers=1), compile=(("pass_pipeline", "graphpasses_fused"),)),
         # A control: as traced, a tied weight's gradients are reduced one by one, and then added.
         "no passes": Case(Recipe("llama3", tied=True, num_layers=1), has_passes=False),
@@ -82,6 +83,7 @@ CASES = {
     },
     "sharded × tensor parallel": {
         "llama3": Case(Recipe("llama3", num_layers=1, tensor_parallel=2)),
+        "replicated": Case(Recipe("llama3", num_layers=1, num_replicas=2, tensor_parallel=2)),
         # Its loss is a DTensor.
         "chunked loss": Case(Recipe("llama3", num_layers=1, chunked_loss=True, tensor_parallel=2)),
     },
