@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphpasses._torch import fsdp2
+from graphpasses._torch.fsdp2_parameters import named_sharded_parameters
 from graphpasses.errors import UnsupportedError
 from graphpasses.ops.reduce_in_tree import (
     ALL_REDUCE_IN_TREE,
@@ -69,7 +70,7 @@ def canonical_reductions(model: nn.Module, *, accumulate: torch.dtype | None = N
     if not groups:
         raise UnsupportedError("the model has no FSDP2 parameter group; call fully_shard on it first")
     managed = {id(parameter.sharded_param) for group in groups for parameter in group.fsdp_params}
-    for fqn, parameter in fsdp2.named_sharded_parameters(model):
+    for fqn, parameter in named_sharded_parameters(model):
         if parameter.requires_grad and id(parameter) not in managed:
             raise UnsupportedError(
                 f"parameter {fqn!r} is trained, and FSDP2 does not reduce its gradient. Let fully_shard manage it"

@@ -68,6 +68,14 @@ class Layout:
                 raise LayoutError(f"the layout has no parameter {fqn!r}{did_you_mean(fqn, known)}")
         return self._split(lambda fqn: (fqn not in fqns,))
 
+    def named(self, name: Callable[[str], str]) -> Layout:
+        """Returns the layout with other names of its parameters."""
+        buckets = (
+            replace(bucket, entries=tuple(replace(entry, fqn=name(entry.fqn)) for entry in bucket.entries))
+            for bucket in self.buckets
+        )
+        return Layout(tuple(buckets))
+
     def apart(self, fqns: Collection[str], stay: Collection[str] = ()) -> Layout:
         """Returns the layout in which some parameters are reduced in buckets of their own, before the others'.
 
@@ -230,9 +238,16 @@ def eager_layout(model: nn.Module, *, without_gradient: Collection[str] = ()) ->
         >>> [(entry.fqn, entry.offset) for entry in bucket.entries]
         [('weight', 0), ('bias', 32)]
     """
-    from graphpasses._torch.fsdp2 import read_groups
-
     identity = IdentityMap.of(model)
+    return managed_layout(model, without_gradient=without_gradient).named(identity.canonical)
+
+
+def managed_layout(model: nn.Module, *, without_gradient: Collection[str] = ()) -> Layout:
+    """Computes :func:`eager_layout` under the names that FSDP2 knows: several of what was tied after its calls."""
+    from graphpasses._torch.fsdp2 import read_groups
+    from graphpasses._torch.fsdp2_parameters import managed_identity
+
+    identity = managed_identity(model)
     unused = {identity.canonical(fqn) for fqn in without_gradient}
     groups = read_groups(model).values()
     if not groups:

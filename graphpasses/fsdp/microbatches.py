@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import Sampler
 
 from graphpasses._torch.dtensor import as_dtensor, local_part
-from graphpasses._torch.fsdp2 import named_sharded_parameters, own_reduction, read_groups
+from graphpasses._torch.fsdp2 import own_reduction, read_groups
+from graphpasses._torch.fsdp2_parameters import named_sharded_parameters
 from graphpasses._torch.group_ranks import rank_of_world
 from graphpasses._torch.storage import times_written
 from graphpasses.errors import UnsupportedError

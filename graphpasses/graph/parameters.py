@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from graphpasses._torch.dtensor import is_sharded, split_factor
-from graphpasses._torch.fsdp2 import replicated_parameters
+from graphpasses._torch.fsdp2_parameters import replicated_parameters
 from graphpasses._torch.group_ranks import group_ranks
 from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.identity import IdentityMap, find_state

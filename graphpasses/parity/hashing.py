@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from graphpasses._torch.fsdp2 import named_sharded_parameters
+from graphpasses._torch.fsdp2_parameters import named_sharded_parameters
 from graphpasses._torch.pytree import tree_leaves
 from graphpasses.identity import unwrapped_name
 from graphpasses.parity._lanes import MASK, lanes_of_each

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.backends import cuda, cudnn, mkldnn
 
-from graphpasses._torch.fsdp2 import SETTINGS, find_outdated, find_replaced, fsdp_groups, group_name, group_setting
+from graphpasses._torch.fsdp2 import SETTINGS, fsdp_groups, group_name, group_setting
+from graphpasses._torch.fsdp2_parameters import find_outdated, find_replaced
 from graphpasses._torch.module_hooks import global_hook_ids
 from graphpasses._torch.surroundings import function_modes, keeps_parametrized, saved_tensor_hooks
 from graphpasses.errors import CaptureError

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from graphpasses._torch.dtensor import local_part
+from graphpasses._torch.fsdp2_parameters import managed_identity
 from graphpasses.errors import PlanError, UnsupportedError
-from graphpasses.fsdp.layout import Layout, eager_layout
+from graphpasses.fsdp.layout import Layout, managed_layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph.parameters import ParameterInfo, get_state
 from graphpasses.graph.train_graph import TrainGraph
@@ -33,14 +34,19 @@ def has_head(model: nn.Module) -> bool:
     return getattr(model, HEAD, None) is not None
 
 
-def buckets_of(model: nn.Module, config: Any) -> tuple[BucketPlan, Layout]:
-    """Returns the buckets of a model that torchtitan's eager trainer has sharded, and its reductions' layout."""
+def runs_head_in_chunks(model: nn.Module, config: Any) -> bool:
+    """Whether a part of a model has a head that a chunked loss runs."""
     from torchtitan.components.loss import ChunkedLossWrapper
 
-    plan, layout = BucketPlan.from_fully_shard(model), eager_layout(model)
-    if isinstance(config.loss, ChunkedLossWrapper.Config) and has_head(model):
+    return isinstance(config.loss, ChunkedLossWrapper.Config) and has_head(model)
+
+
+def buckets_of(model: nn.Module, config: Any) -> tuple[BucketPlan, Layout]:
+    """Returns the buckets of a model that torchtitan's eager trainer has sharded, and its reductions' layout."""
+    plan, layout = BucketPlan.from_fully_shard(model), managed_layout(model)
+    if runs_head_in_chunks(model, config):
         plan, layout = chunked_buckets(plan, layout, model, HEAD)
-    return plan, layout
+    return plan, layout.named(IdentityMap.of(model).canonical)
 
 
 def replicated_as(step: TrainGraph, layout: Layout) -> dict[str, ParameterInfo]:
@@ -72,7 +78,7 @@ def chunked_buckets(plan: BucketPlan, layout: Layout, model: nn.Module, fqn: str
         PlanError: a parameter of the module is in no entry, or has its first name elsewhere than another of its
             names in the module has.
     """
-    identity = IdentityMap.of(model)
+    identity = managed_identity(model)
     names = {identity.canonical(name): name for name, _ in model.get_submodule(fqn).named_parameters(prefix=fqn)}
     stay = {
         aliases[0]

@@ -17,7 +17,7 @@ from graphpasses.fsdp.canonical import canonical_reductions
 from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.identity import IdentityMap
-from graphpasses.integrations.torchtitan.buckets import ACCUMULATE, buckets_of
+from graphpasses.integrations.torchtitan.buckets import ACCUMULATE, HEAD, buckets_of, runs_head_in_chunks
 
 _DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "world_size")
 
@@ -90,7 +90,10 @@ def _sharded(trainer: Any, registry: Any, backend: str) -> list[nn.Module]:
 
 def eager_buckets(trainer: Any) -> list[tuple[BucketPlan, Layout]]:
     """Returns the buckets of torchtitan's own trainer, and their layout, of each part of the model."""
-    return [buckets_of(eager, trainer.config) for eager in eager_parts(trainer)]
+    buckets = [buckets_of(eager, trainer.config) for eager in eager_parts(trainer)]
+    # Of a tied weight that eager takes for several, all have one name here.
+    identities = map(IdentityMap.of, trainer.model_parts)
+    return [(plan, layout.named(each.canonical)) for (plan, layout), each in zip(buckets, identities, strict=True)]
 
 
 def eager_parts(trainer: Any) -> list[nn.Module]:
@@ -99,20 +102,27 @@ def eager_parts(trainer: Any) -> list[nn.Module]:
     for model, eager in zip(trainer.model_parts, parts, strict=True):
         if hasattr(trainer, ACCUMULATE):
             canonical_reductions(eager, accumulate=getattr(trainer, ACCUMULATE))
-        _check_ties(IdentityMap.of(model), eager)
+        _check_ties(IdentityMap.of(model), eager, runs_head_in_chunks(model, trainer.config))
         _check_trained(model, eager)
     return parts
 
 
-def _check_ties(identity: IdentityMap, eager: nn.Module) -> None:
-    """Refuses weights that are tied again only after eager's groups were made of them."""
+def _check_ties(identity: IdentityMap, eager: nn.Module, is_head_apart: bool) -> None:
+    """Refuses weights that are tied again only after eager's groups were made of them.
+
+    But a head that runs in chunks is reduced by itself, tied or not.
+    """
     names_in_eager = IdentityMap.of(eager)
     for names in identity.parameters:
-        if len({names_in_eager.canonical(name) for name in names}) > 1:
+        together = {names_in_eager.canonical(name): name for name in names}
+        if is_head_apart:
+            together = {canonical: name for canonical, name in together.items() if not name.startswith(f"{HEAD}.")}
+        if len(together) > 1:
             raise UnsupportedError(
                 f"{' and '.join(map(repr, names))} are one tied weight, which torchtitan's tensor parallelism takes "
                 "for several until FSDP2 has grouped them: eager reduces the gradients of each by themselves. Untie "
-                "them (enable_weight_tying = False), or train with tensor_parallel_degree 1"
+                "them (enable_weight_tying = False), compute the loss in chunks (ChunkedLossWrapper), or train with "
+                "tensor_parallel_degree 1"
             )
 
 

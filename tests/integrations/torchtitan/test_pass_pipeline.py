@@ -85,7 +85,7 @@ CASES = {
         "llama3": Case(Recipe("llama3", num_layers=1, tensor_parallel=2)),
         "replicated": Case(Recipe("llama3", num_layers=1, num_replicas=2, tensor_parallel=2)),
         # Its loss is a DTensor.
-        "chunked loss": Case(Recipe("llama3", num_layers=1, chunked_loss=True, tensor_parallel=2)),
+        "chunked loss": Case(Recipe("llama3", tied=True, num_layers=1, chunked_loss=True, tensor_parallel=2)),
     },
 }
 
@@ -182,15 +182,20 @@ def test_weights_that_tensor_parallelism_unties_are_refused() -> None:
     from graphpasses.integrations.torchtitan.eager_model import _check_ties
 
     tied, untied = LanguageModel(), LanguageModel(tied=False)
-    _check_ties(IdentityMap.of(tied), LanguageModel())
-    _check_ties(IdentityMap.of(untied), LanguageModel(tied=False))
+    _check_ties(IdentityMap.of(tied), LanguageModel(), False)
+    _check_ties(IdentityMap.of(untied), LanguageModel(tied=False), False)
     with pytest.raises(UnsupportedError) as caught:
-        _check_ties(IdentityMap.of(tied), untied)
+        _check_ties(IdentityMap.of(tied), untied, False)
     assert str(caught.value) == (
         "'emb.weight' and 'head.weight' are one tied weight, which torchtitan's tensor parallelism takes for several "
         "until FSDP2 has grouped them: eager reduces the gradients of each by themselves. Untie them "
-        "(enable_weight_tying = False), or train with tensor_parallel_degree 1"
+        "(enable_weight_tying = False), compute the loss in chunks (ChunkedLossWrapper), or train with "
+        "tensor_parallel_degree 1"
     )
+    for model in (tied, untied):
+        model.lm_head = model.head
+        del model.head
+    _check_ties(IdentityMap.of(tied), untied, True)
 
 
 @pytest.mark.parametrize("is_refused", [True, False])
