@@ -61,8 +61,7 @@ def _eager(loss_fn: Callable[..., Any], step: CapturedStep, batch: Sequence[Any]
     with torch.enable_grad():
         result = loss_fn(first_model(step.model), *step.batch_structure.fresh(batch))
         loss_of(result).backward()
-    if step.update is not None and not step.waits:
-        step.update.run_eagerly()
+    step.grad_norm = None if step.update is None or step.waits else step.update.run_eagerly()
     return result
 
 
@@ -70,6 +69,8 @@ def _results(step: CapturedStep, batch: Sequence[Any], run: Callable[[], Any]) -
     """Returns copies of all that a run leaves behind, which is put back."""
     with put_back(step, batch), accumulators_restored(step.model, copied=True):
         results = run_step(step.model, run)
+        if step.grad_norm is not None:
+            results["the norm of the gradients"] = step.grad_norm
         reshard(fsdp_groups(step.model))
         results |= _tensors(step, batch)
         return copies_of(results | state_in_optimizers(step.model, _optimizers(step)))

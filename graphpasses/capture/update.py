@@ -107,8 +107,9 @@ def _trace(
         for fqn, name in tensors:
             of_state[fqn][name] = next(left)
         with numbers.traced(left) as of_numbers:
-            source.step(of_parameters, of_gradients, of_state, of_numbers)
-        return []
+            norm = source.clip(of_parameters, of_gradients)
+            replace(source, clip_norm=None).step(of_parameters, {}, of_state, of_numbers)
+        return [] if norm is None else [norm]
 
     traced = trace_with_torch(update)(
         *parameters.values(),

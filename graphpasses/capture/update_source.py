@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from graphpasses._torch.dtensor import as_dtensor
 from graphpasses._torch.fake_mode import new_fake_mode
 from graphpasses._torch.optimizers import shadow_of
+from graphpasses.graph.update import clip_gradients
 from graphpasses.state.hyperparameters import Number, numbers_of, with_numbers
 from graphpasses.state.optimizers import Optimizers
 
@@ -51,12 +52,13 @@ class UpdateSource:
         both.step()
         return {fqn: dict(both.state_of(parameters[fqn])) for group in self.groups for fqn in group}
 
-    def clip(self, parameters: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> None:
-        """Gives parameters their gradients, both by FQN, and clips these in place."""
+    def clip(
+        self, parameters: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor | None:
+        """Gives parameters their gradients, both by FQN, and clips these in place; returns the norm that they had."""
         for fqn, gradient in gradients.items():
             parameters[fqn].grad = gradient
-        if self.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_([*parameters.values()], self.clip_norm)
+        return None if self.clip_norm is None else clip_gradients(parameters.values(), self.clip_norm)
 
     def parts(self) -> list[UpdateSource]:
         """Returns sources without clipping, one for each parameter: a step does nothing with several at once.

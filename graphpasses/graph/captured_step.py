@@ -61,6 +61,7 @@ class CapturedStep(TrainGraph):
         left_values: Python values that forward sets attributes to, by FQN, and so does a call.
         returned: what a call returns beside the loss.
         check_every: of how many calls one is checked first; ``"sparse"`` for calls 10, 100, 1,000, …; None for none.
+        grad_norm: the norm that all gradients had before the last call clipped them, a scalar; else None.
 
     Example:
         >>> import torch
@@ -86,6 +87,7 @@ class CapturedStep(TrainGraph):
     left_values: dict[str, Any] = field(default_factory=dict)
     returned: Returned = field(default_factory=Returned)
     check_every: int | Literal["sparse"] | None = None
+    grad_norm: torch.Tensor | None = field(default=None, init=False)
     _num_calls: int = field(default=0, init=False)
 
     @never_compiled
@@ -167,16 +169,16 @@ class CapturedStep(TrainGraph):
         """
         if self.checker is None:
             raise CaptureError("the step was made of a trace, and knows no loss_fn that it could be compared with")
-        left = self._unsharded.left
+        left, norm = self._unsharded.left, self.grad_norm
         self._unsharded.shard()
         self.checker(self, batch)
         self._unsharded.unshard(left)
+        self.grad_norm = norm
 
     def _is_due(self) -> bool:
         """Whether this call is one that is checked; the same on all ranks, which call a step equally often."""
         if self.check_every == "sparse":
-            digits = str(self._num_calls)
-            return self._num_calls >= 10 and digits == f"1{'0' * (len(digits) - 1)}"
+            return len(digits := str(self._num_calls)) > 1 and digits == "1".ljust(len(digits), "0")
         return self.check_every is not None and self._num_calls % self.check_every == 0
 
     def run(self, *batch: Any) -> Any:
@@ -205,6 +207,7 @@ class CapturedStep(TrainGraph):
         self._unsharded.unshard(staying | step.left_unsharded)
         returned = step.run_unchecked(tensors, leaves, pending, is_updatable=is_updatable)
         self.cut_steps.accumulators.clear(pending)
+        self.grad_norm = step.grad_norm
         step.batch_structure.take(batch)
         return returned
 
@@ -296,14 +299,11 @@ class CapturedStep(TrainGraph):
             parameters = self.snapshot.structure.named(tensors, self.parameters)
             if not is_updatable:
                 returned = self._accumulate((update.without_update or self.module)(*values), tensors)
-                update.run_eagerly()
+                self.grad_norm = update.run_eagerly()
                 return returned
             values += update.values(self.inputs[len(values) :], parameters)
             returned = self._accumulate(self._call(*values), tensors)
-            if update.is_in_step:
-                update.optimizers.finish()
-            else:
-                update.run(parameters)
+            self.grad_norm = update.run(parameters)
             return returned
 
     def __copy__(self) -> Self:

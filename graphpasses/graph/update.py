@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses.errors import CaptureError
-from graphpasses.graph.kinds import GraphInput, InputKind
+from graphpasses.graph.kinds import GraphInput, GraphOutput, InputKind, OutputKind
 from graphpasses.graph.nodes import read_constants
 from graphpasses.state.hyperparameters import Number, numbers_of
 from graphpasses.state.optimizer import OptimizerFacts
@@ -22,8 +23,7 @@ from graphpasses.state.optimizers import Optimizers
 class Update:
     """What a captured step does with its gradients."""
 
-    # The graph: clipping, and the optimizer's step, except for parameters that are no longer in it; it returns
-    # nothing.
+    # The graph: clipping, and the optimizer's step, except for parameters that are no longer in it.
     module: fx.GraphModule
     # What each placeholder carries: gradients, parameters, the optimizer's state, hyperparameters.
     inputs: tuple[GraphInput, ...]
@@ -51,6 +51,11 @@ class Update:
     def is_in_step(self) -> bool:
         """Whether the step's own graph has the whole update in it."""
         return self.without_update is not None and self.in_step.issuperset(self.gradients)
+
+    @property
+    def outputs(self) -> tuple[GraphOutput, ...]:
+        """What the graph returns: the norm of all gradients, where it clips them."""
+        return () if self.clip_norm is None else (GraphOutput(OutputKind.VALUE, "grad_norm"),)
 
     def check(self, parameters: Mapping[str, torch.Tensor]) -> bool:
         """Returns whether the optimizer has all its state; raises if it is not as it was, or a gradient is there."""
@@ -95,17 +100,27 @@ class Update:
         state = {fqn: self.optimizers.state_of(parameters[fqn]) for fqn in fqns}
         return carried_values(inputs, parameters, gradients, state, numbers_of(self.optimizers))
 
-    def run(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Clips the gradients of the live model and updates its parameters; their gradients are gone then."""
-        self.module(*self.values(self.inputs, parameters))
-        self.optimizers.finish()
+    def run(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Clips the gradients of the live model, updates its parameters and forgets the gradients.
 
-    def run_eagerly(self) -> None:
+        Returns the norm that they had, or None where they are not clipped. What the step's own graph updates is done.
+        """
+        norms = () if self.is_in_step else self.module(*self.values(self.inputs, parameters))
+        self.optimizers.finish()
+        return next(iter(norms), None)
+
+    def run_eagerly(self) -> torch.Tensor | None:
         """Does the same by torch's own functions: in its first step an optimizer makes its state."""
-        if self.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+        norm = None if self.clip_norm is None else clip_gradients(self.model.parameters(), self.clip_norm)
         self.optimizers.step()
         self.optimizers.finish()
+        return norm
+
+
+def clip_gradients(parameters: Iterable[torch.Tensor], clip_norm: float) -> torch.Tensor:
+    """Clips gradients by torch's own function; returns the norm that all of them had, on every rank the whole."""
+    norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def carried_values(

@@ -161,7 +161,7 @@ def _update_of(graph: TrainGraph, two: Evaluated) -> TrainGraph | None:
     update = graph.update
     if update is None or update.is_in_step or None in _given_to(graph, two).values():
         return None
-    return replace_fields(graph, module=update.module, inputs=update.inputs, outputs=())
+    return replace_fields(graph, module=update.module, inputs=update.inputs, outputs=update.outputs)
 
 
 def _given_to(graph: TrainGraph, two: Evaluated) -> dict[str, Value | None]:

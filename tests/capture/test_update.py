@@ -106,6 +106,23 @@ def test_trains_as_eager(name: str, implementation: str, clip_norm: float | None
         assert all(parameter.grad is None for parameter in models[1].parameters())
 
 
+def test_norm_of_the_gradients() -> None:
+    models = build(), build()
+    optimizer = SGD(models[1].parameters(), lr=0.1)
+    step = capture_train_step(loss_fn, models[1], batch(0), optimizer=optimizer, clip_norm=float("inf"))
+    assert step.grad_norm is None
+    for index in range(2):
+        step(batch(index))
+        loss_fn(models[0], batch(index)).backward()
+        norm = nn.utils.clip_grad_norm_(models[0].parameters(), float("inf"))
+        assert step.grad_norm is not None
+        assert same_bits(step.grad_norm, norm)
+        SGD(models[0].parameters(), lr=0.1).step()
+        models[0].zero_grad()
+    step.check(batch(2))
+    assert same_bits(step.grad_norm, norm)
+
+
 def test_another_epsilon_shows() -> None:
     models = build(), build()
     step = capture(models[1], AdamW(models[1].parameters()))

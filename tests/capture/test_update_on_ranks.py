@@ -48,12 +48,12 @@ class Training:
     optimizer: Callable[..., Optimizer]
     clip_norm: float | None = None
     is_simple: bool = False
-    clip: Callable[[nn.Module, float], object] | None = None
+    clip: Callable[[nn.Module, float], torch.Tensor] | None = None
     eager_optimizer: Callable[..., Optimizer] | None = None
     num_ranks: int = 2
 
 
-def clip_by_sum_of_squares(model: nn.Module, clip_norm: float) -> None:
+def clip_by_sum_of_squares(model: nn.Module, clip_norm: float) -> torch.Tensor:
     """Clips as one may, too: the squares of all elements are added, not the norms of the parameters."""
     gradients = [each.grad for each in model.parameters() if each.grad is not None]
     squares = torch.stack([(g.to_local() if isinstance(g, DTensor) else g).square().sum() for g in gradients]).sum()
@@ -62,6 +62,7 @@ def clip_by_sum_of_squares(model: nn.Module, clip_norm: float) -> None:
     for gradient in gradients:
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         local.mul_(factor)
+    return squares.sqrt()
 
 
 TRAININGS = {
@@ -85,6 +86,7 @@ class Outcome:
     """What one training did: by step, what differs."""
 
     losses: list[bool] = field(default_factory=list)
+    norms: list[bool] = field(default_factory=list)
     weights: list[list[str]] = field(default_factory=list)
     state: list[list[str]] = field(default_factory=list)
     has_gradients: bool = False
@@ -96,7 +98,7 @@ class Outcome:
 
     @property
     def is_equal(self) -> bool:
-        return not self.error and all(self.losses) and not any(self.weights + self.state)
+        return not self.error and all(self.losses + self.norms) and not any(self.weights + self.state)
 
 
 def different_state(a: Optimizer, b: Optimizer) -> list[str]:
@@ -150,11 +152,13 @@ def train(training: Training) -> Outcome:
         proved=certificate.proved,
     )
 
+    norms: list[torch.Tensor] = []
+
     def eagerly(module: nn.Module, optimizer: Optimizer, batch: Batch) -> torch.Tensor:
         loss = next_token_loss(module, *batch)
         loss.backward()
         if training.clip_norm is not None:
-            (training.clip or clip_parameters)(module, training.clip_norm)
+            norms.append((training.clip or clip_parameters)(module, training.clip_norm))
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -168,6 +172,9 @@ def train(training: Training) -> Outcome:
         loss = eagerly(model, optimizers[1], batch) if is_eager else step(*batch)
         for scheduler in schedulers:
             scheduler.step()
+        if norms and not is_eager:
+            assert step.grad_norm is not None
+            outcome.norms.append(same_bits(step.grad_norm, norms[-1]))
         outcome.losses.append(same_bits(loss, expected))
         outcome.weights.append(differences(eager, model, lambda p: p))
         outcome.state.append(different_state(*optimizers))
@@ -175,8 +182,9 @@ def train(training: Training) -> Outcome:
     return outcome
 
 
-def clip_parameters(model: nn.Module, clip_norm: float) -> object:
-    return torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+def clip_parameters(model: nn.Module, clip_norm: float) -> torch.Tensor:
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def train_all() -> dict[str, Outcome]:
@@ -227,6 +235,7 @@ def test_equals_eager(name: str, outcomes: dict[str, list[Outcome]]) -> None:
     for rank, outcome in enumerate(outcomes[name]):
         assert outcome.is_equal, f"rank {rank}: {outcome.error or outcome}"
         assert len(outcome.losses) == NUM_STEPS
+        assert bool(outcome.norms) == (TRAININGS[name].clip_norm is not None)
         assert not outcome.has_gradients
 
 
