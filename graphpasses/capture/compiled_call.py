@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from graphpasses._torch.compile_backend import uncompiled
-from graphpasses._torch.ddp import orders_buckets, running_ddp
+from graphpasses._torch.ddp import is_replicated, orders_buckets, orders_replicated, running_ddp
 from graphpasses._torch.dynamo import BackendCompilerFailed, graphs_uncut, is_eager_forced, record_graph_breaks
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.capture.named_modules import find_modules
@@ -48,7 +48,7 @@ class CompiledCall:
         self.remembered: dict[Hashable, Any] = {}  # from one compilation to the next
         every = (module for each in self._modules for module in each.modules())
         self._has_ddp = any(isinstance(each, nn.parallel.DistributedDataParallel) for each in every)
-        self._is_checked = False
+        self._replicated: list[nn.Module] | None = None  # those of the composable ``replicate``, since the first call
         self._torchrec: ModelCall | None = None
 
     def in_order(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,14 +95,15 @@ class CompiledCall:
         if is_eager_forced():
             return uncompiled(self._compiled)(*args, **kwargs)
         CompiledCall.num_compiled += 1
-        if not self._is_checked:
+        if self._replicated is None:
             for module in self._modules:
                 check_materialised(module, "before the first call of what torch.compile returned")
-            self._is_checked = True
+            self._replicated = [each for module in self._modules for each in module.modules() if is_replicated(each)]
         running, place, casts = _RUNNING.set(self), _PLACE.set(0), _CASTS.set(set())
         try:
             with record_graph_breaks() as graph_breaks, graphs_uncut():
-                if (around := running_ddp()) is not None and orders_buckets(around):
+                around = running_ddp()
+                if (around is not None and orders_buckets(around)) or any(map(orders_replicated, self._replicated)):
                     return uncompiled(self._compiled)(*args, **kwargs)
                 if "torchrec" not in sys.modules and not self._has_ddp:
                     return self._compiled(*args, **kwargs)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.nn import parallel
 
 from graphpasses.capture.torch_compile import graphpasses as _backend  # noqa: F401  # imported before the ranks fork
@@ -19,6 +20,17 @@ from tests.helpers.models import same_bits
 
 DDP = parallel.DistributedDataParallel
 Make = Callable[[nn.Sequential, Callable[[Any], Any]], Callable[..., Any]]
+
+
+class Whole(nn.Module):
+    """Calls a model; torch.compile would compile each module of an ``nn.Sequential`` with hooks for itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.model(x)
 
 
 def in_a_closure(model: nn.Module, compiled: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -35,6 +47,10 @@ CASES: dict[str, tuple[Callable[[nn.Module], Callable[..., Any]], Make]] = {
     "static": (
         lambda model: DDP(model, static_graph=True),
         lambda model, compiled: compiled(DDP(model, static_graph=True)),
+    ),
+    "replicated": (
+        lambda model: replicate(Whole(model)),
+        lambda model, compiled: compiled(replicate(Whole(model))),
     ),
 }
 
@@ -79,3 +95,4 @@ def test_three_ranks() -> None:
     # The control: with torch's own backend the order of buckets is that of a graph.
     assert not found[0]["around, aot_eager"]
     assert not found[0]["around a part, aot_eager"]
+    assert not found[0]["replicated, aot_eager"]
