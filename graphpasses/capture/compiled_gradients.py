@@ -20,7 +20,7 @@ from graphpasses._torch.aot_autograd import (
     describe_input,
     describe_output,
 )
-from graphpasses._torch.surroundings import after_this_backward, changes_gradient, goes_on_to
+from graphpasses._torch.surroundings import after_this_backward, changes_gradient, goes_on_to, never_compiled
 from graphpasses.analysis.effects import has_gradient, reached_outputs
 from graphpasses.analysis.uses import num_uses
 from graphpasses.capture.autocast_casts import autocasts_around
@@ -30,6 +30,7 @@ from graphpasses.graph import DynamoGraph
 from graphpasses.graph.accumulation import shared_values
 from graphpasses.graph.nodes import fake_value, storages
 from graphpasses.identity import same_bits
+from graphpasses.ops.autograd_functions import alias_tensors, token_of
 
 
 def find_views_returned(graph: DynamoGraph) -> str | None:
@@ -117,6 +118,8 @@ class CompiledGradients:
         tensors = [index for index, value in enumerate(inputs) if isinstance(value, Tensor)]
         watched = {index for index in tensors if self.num_uses[index] > 1 and not changes_gradient(inputs[index])}
         node.register_hook(partial(self._after, ref(node), places, tensors, watched))
+        token = token_of(*(inputs[index] for index in tensors if inputs[index].requires_grad))
+        node.register_hook(partial(_refuse_derivative, token))
 
     def _after(
         self,
@@ -156,13 +159,36 @@ class CompiledGradients:
         return tuple(kept)
 
 
+@never_compiled
+def _refuse_derivative(
+    token: Tensor, gradients: Sequence[Tensor | None], _: object
+) -> tuple[Tensor | None, ...] | None:
+    """Has gradients that may get gradients raise there; ``token`` depends on all inputs, as they may not."""
+    if not torch.is_grad_enabled():
+        return None
+    made = (each for each in gradients if each is not None)
+    aliases = iter(alias_tensors(*made, token, before_backward=_refuse_second_backward))
+    return tuple(each if each is None else next(aliases) for each in gradients)
+
+
+def _refuse_second_backward(_: object) -> None:
+    raise UnsupportedError(
+        "a gradient of a gradient (create_graph=True) goes through a compiled graph, whose backward has none. Call "
+        f"the model for it {_FORCE_EAGER}, or leave what is derived twice uncompiled"
+    )
+
+
+_FORCE_EAGER = 'under torch.compiler.set_stance("force_eager")'
+
+
+@never_compiled
 def _check_tables_reached(triggers: Sequence[GradientEdge], _: Sequence[Tensor | None]) -> None:
     """Raises if eager's backward would leave tables alone, which a compiled one updates with all others."""
     if not all(map(goes_on_to, triggers)):
         raise UnsupportedError(
             "autograd.grad(...), or backward(inputs=...), goes through a compiled graph that updates tables in "
-            "backward, and eager would leave these as they are. Call the model for it under "
-            'torch.compiler.set_stance("force_eager"), or call backward() for all'
+            f"backward, and eager would leave these as they are. Call the model for it {_FORCE_EAGER}, or call "
+            "backward() for all"
         )
 
 
