@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphpasses._torch.fake_mode import fake_mode_of
 from graphpasses._torch.pytree import tree_leaves
 
 _KEYS = (DispatchKey.AutocastCPU, DispatchKey.AutocastCUDA)
@@ -21,7 +22,7 @@ ENTER, EXIT = _enter_autocast, _exit_autocast
 def casts_in(
     call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], tensor: Tensor
 ) -> list[torch.dtype]:
-    """Returns to what dtypes a call casts a tensor."""
+    """Returns to what dtypes a call casts a tensor, a fake one; what the call makes is fake, too."""
     casts: list[torch.dtype] = []
 
     class Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -30,7 +31,9 @@ def casts_in(
                 casts.append(kwargs["dtype"])
             return func(*args, **(kwargs or {}))
 
-    with Casts():  # type: ignore[no-untyped-call]
+    fake_mode = fake_mode_of(tensor)
+    assert fake_mode is not None
+    with fake_mode, Casts():  # type: ignore[no-untyped-call]
         call(*args, **kwargs)
     return casts
 

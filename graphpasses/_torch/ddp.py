@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed._composable.contract import _get_registry
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,9 +33,12 @@ def running_ddp() -> DistributedDataParallel | None:
 
 def orders_buckets(ddp: DistributedDataParallel) -> bool:
     """Whether more than two ranks may add by the order in which gradients come: it may become that of the buckets."""
+    return ddp.require_backward_grad_sync and _has_buckets_to_order(ddp)
+
+
+def _has_buckets_to_order(ddp: DistributedDataParallel) -> bool:
     return bool(ddp.process_group.size() > 2) and (
         torch.is_grad_enabled()
-        and ddp.require_backward_grad_sync
         and not ddp._has_rebuilt_buckets
         and (ddp.static_graph or not ddp.find_unused_parameters)
     )
@@ -44,3 +48,10 @@ def is_replicated(module: nn.Module) -> bool:
     """Whether the composable ``replicate`` made a module train by DistributedDataParallel, in its hooks."""
     # FSDP2 has another function of that name.
     return "replicate" in (_get_registry(module) or ()) and not isinstance(module, FSDPModule)
+
+
+def orders_replicated(module: nn.Module) -> bool:
+    """Whether gradients may order the buckets of a module that :func:`is_replicated`; its first call makes these."""
+    state: Any = replicate.state(module)
+    # Whether this call is to reduce, its hooks tell DistributedDataParallel later.
+    return not state.has_initialized or _has_buckets_to_order(state._ddp)

@@ -39,6 +39,14 @@ def after_this_backward(call: Callable[[], object]) -> None:
     engine.queue_callback(call)
 
 
+def goes_on_to(edge: torch.autograd.graph.GradientEdge) -> bool:
+    """Whether the backward that runs now reaches a node; `autograd.grad` goes only where it was asked to."""
+    try:
+        return torch._C._will_engine_execute_node(edge.node)
+    except RuntimeError:  # a leaf that `autograd.grad` was asked for
+        return True
+
+
 def changes_gradient(tensor: torch.Tensor) -> bool:
     """Whether a hook may give a tensor's gradient other bits before it goes on."""
     return bool(tensor._backward_hooks)

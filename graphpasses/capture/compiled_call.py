@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from graphpasses._torch.compile_backend import uncompiled
-from graphpasses._torch.ddp import orders_buckets, running_ddp
+from graphpasses._torch.ddp import is_replicated, orders_buckets, orders_replicated, running_ddp
 from graphpasses._torch.dynamo import BackendCompilerFailed, graphs_uncut, is_eager_forced, record_graph_breaks
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.capture.named_modules import find_modules
 from graphpasses.capture.refusals import check_materialised
-from graphpasses.errors import GraphPassesError
+from graphpasses.errors import GraphPassesError, UnsupportedError
 
 if TYPE_CHECKING:
     from graphpasses.capture.compile_options import CompileOptions
     from graphpasses.embedding.torchrec.model_call import ModelCall
 
+_DDP = nn.parallel.DistributedDataParallel
 _RUNNING: ContextVar[CompiledCall | None] = ContextVar("_RUNNING", default=None)
 # In the innermost call: graphs with collectives that ran.
 _PLACE: ContextVar[int] = ContextVar("_PLACE", default=0)
@@ -46,9 +47,7 @@ class CompiledCall:
         self._modules = find_modules(root)
         self.model = self._modules[0] if len(self._modules) == 1 else nn.ModuleList(self._modules)
         self.remembered: dict[Hashable, Any] = {}  # from one compilation to the next
-        every = (module for each in self._modules for module in each.modules())
-        self._has_ddp = any(isinstance(each, nn.parallel.DistributedDataParallel) for each in every)
-        self._is_checked = False
+        self._reducers: list[nn.Module] | None = None  # what reduces gradients in hooks, since the first call
         self._torchrec: ModelCall | None = None
 
     def in_order(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,6 +58,20 @@ class CompiledCall:
     def reduces_gradients(self) -> bool:
         """Whether DistributedDataParallel modules in the model reduce gradients as they are accumulated."""
         return self._torchrec is not None and bool(self._torchrec.ddp.modules)
+
+    def _find_reducers(self) -> list[nn.Module]:
+        every = (module for each in self._modules for module in each.modules())
+        return [each for each in every if isinstance(each, _DDP) or is_replicated(each)]
+
+    def check_reducers(self) -> None:
+        """To be called while Dynamo traces: raises if hooks that reduce gradients came after the first call."""
+        found = self._find_reducers() if self._torchrec is None else []
+        new = [each for each in found if each not in (self._reducers or ())]
+        if any(orders_buckets(each) if isinstance(each, _DDP) else orders_replicated(each) for each in new):
+            raise UnsupportedError(
+                "DistributedDataParallel, or replicate(), was put into a compiled model after its first call, and on "
+                "more than two ranks its first steps must run as in eager: do so before it"
+            )
 
     def note(self, text: str) -> None:
         """Adds a line to the report, once."""
@@ -95,16 +108,18 @@ class CompiledCall:
         if is_eager_forced():
             return uncompiled(self._compiled)(*args, **kwargs)
         CompiledCall.num_compiled += 1
-        if not self._is_checked:
+        if self._reducers is None:
             for module in self._modules:
                 check_materialised(module, "before the first call of what torch.compile returned")
-            self._is_checked = True
+            self._reducers = self._find_reducers()
         running, place, casts = _RUNNING.set(self), _PLACE.set(0), _CASTS.set(set())
         try:
             with record_graph_breaks() as graph_breaks, graphs_uncut():
-                if (around := running_ddp()) is not None and orders_buckets(around):
+                around = running_ddp()
+                replicated = [each for each in self._reducers if not isinstance(each, _DDP)]
+                if (around is not None and orders_buckets(around)) or any(map(orders_replicated, replicated)):
                     return uncompiled(self._compiled)(*args, **kwargs)
-                if "torchrec" not in sys.modules and not self._has_ddp:
+                if "torchrec" not in sys.modules and len(replicated) == len(self._reducers):
                     return self._compiled(*args, **kwargs)
                 if self._torchrec is None:
                     from graphpasses.embedding.torchrec.model_call import ModelCall

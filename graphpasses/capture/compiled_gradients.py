@@ -12,6 +12,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from graphpasses._torch.aot_autograd import (
     added_in_this_backward,
@@ -19,15 +20,17 @@ from graphpasses._torch.aot_autograd import (
     describe_input,
     describe_output,
 )
-from graphpasses._torch.surroundings import after_this_backward, changes_gradient
+from graphpasses._torch.surroundings import after_this_backward, changes_gradient, goes_on_to, never_compiled
 from graphpasses.analysis.effects import has_gradient, reached_outputs
 from graphpasses.analysis.uses import num_uses
 from graphpasses.capture.autocast_casts import autocasts_around
-from graphpasses.errors import FidelityError
+from graphpasses.errors import FidelityError, UnsupportedError
+from graphpasses.fbgemm.lookups import find_triggers
 from graphpasses.graph import DynamoGraph
 from graphpasses.graph.accumulation import shared_values
 from graphpasses.graph.nodes import fake_value, storages
 from graphpasses.identity import same_bits
+from graphpasses.ops.autograd_functions import alias_tensors, token_of
 
 
 def find_views_returned(graph: DynamoGraph) -> str | None:
@@ -86,17 +89,19 @@ class CompiledGradients:
     names: tuple[str, ...]
     reached: tuple[frozenset[int], ...]  # the outputs that come from an input
     num_uses: tuple[int, ...]
+    triggers: tuple[int, ...]  # of lookups that update their tables in backward
     keeps_bits: bool  # whether what compiled the graph adds as eager does
     cast: str | None = None  # a call of the backward that the autocast around forward casts if both are in its block
 
     @classmethod
     def of(cls, graph: DynamoGraph, *, keeps_bits: bool) -> Self:
         """Reads them from a graph that Dynamo traced."""
-        reached, nodes = reached_outputs(graph.graph), graph.placeholders
+        reached, nodes, triggers = reached_outputs(graph.graph), graph.placeholders, find_triggers(graph.graph)
         return cls(
             tuple(item.fqn for item in graph.inputs),
             tuple(reached.get(node, frozenset()) for node in nodes),
             tuple(map(num_uses, nodes)),
+            tuple(index for index, node in enumerate(nodes) if node in triggers),
             keeps_bits=keeps_bits,
         )
 
@@ -107,10 +112,14 @@ class CompiledGradients:
         """
         if (node := backward_node(outputs)) is None:
             return
+        if triggers := [get_gradient_edge(inputs[index]) for index in self.triggers if inputs[index].requires_grad]:
+            node.register_prehook(partial(_check_tables_reached, triggers))
         places = {each.output_nr: i for i, each in enumerate(outputs) if getattr(each, "grad_fn", None) is node}
         tensors = [index for index, value in enumerate(inputs) if isinstance(value, Tensor)]
         watched = {index for index in tensors if self.num_uses[index] > 1 and not changes_gradient(inputs[index])}
         node.register_hook(partial(self._after, ref(node), places, tensors, watched))
+        token = token_of(*(inputs[index] for index in tensors if inputs[index].requires_grad))
+        node.register_hook(partial(_refuse_derivative, token))
 
     def _after(
         self,
@@ -148,6 +157,39 @@ class CompiledGradients:
                 before = added.get(edge)
                 added[edge] = None if before is None else before + gradient
         return tuple(kept)
+
+
+@never_compiled
+def _refuse_derivative(
+    token: Tensor, gradients: Sequence[Tensor | None], _: object
+) -> tuple[Tensor | None, ...] | None:
+    """Has gradients that may get gradients raise there; ``token`` depends on all inputs, as they may not."""
+    if not torch.is_grad_enabled():
+        return None
+    made = (each for each in gradients if each is not None)
+    aliases = iter(alias_tensors(*made, token, before_backward=_refuse_second_backward))
+    return tuple(each if each is None else next(aliases) for each in gradients)
+
+
+def _refuse_second_backward(_: object) -> None:
+    raise UnsupportedError(
+        "a gradient of a gradient (create_graph=True) goes through a compiled graph, whose backward has none. Call "
+        f"the model for it {_FORCE_EAGER}, or leave what is derived twice uncompiled"
+    )
+
+
+_FORCE_EAGER = 'under torch.compiler.set_stance("force_eager")'
+
+
+@never_compiled
+def _check_tables_reached(triggers: Sequence[GradientEdge], _: Sequence[Tensor | None]) -> None:
+    """Raises if eager's backward would leave tables alone, which a compiled one updates with all others."""
+    if not all(map(goes_on_to, triggers)):
+        raise UnsupportedError(
+            "autograd.grad(...), or backward(inputs=...), goes through a compiled graph that updates tables in "
+            f"backward, and eager would leave these as they are. Call the model for it {_FORCE_EAGER}, or call "
+            "backward() for all"
+        )
 
 
 _SEVERAL = (

@@ -111,6 +111,8 @@ def _wrap(root: Any, compiled: Callable[..., Any], keywords: Mapping[str, Any]) 
 @contextmanager
 def _while_tracing() -> Iterator[None]:
     call = CompiledCall.running()
+    if call is not None:
+        call.check_reducers()
     with fake_kernels_if_loaded(), ExitStack() as stack:
         if call is not None and call.options.keeps_bits:
             stack.enter_context(strides_of_kernels())

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, fx
 
 from graphpasses._torch.schemas import named_arguments
-from graphpasses.fbgemm.names import FUSED_OPTIMIZERS
+from graphpasses.fbgemm.names import FUSED_OPTIMIZERS, UPDATING_LOOKUP
 from graphpasses.graph import DynamoGraph
+from graphpasses.graph.nodes import reach
 
 # FBGEMM's `EmbeddingLocation`, by the device of the tables, and `PoolingMode.NONE`.
 LOCATIONS = {"cpu": 3, "cuda": 0}
@@ -73,6 +74,13 @@ def placed(tables: Sequence[Any]) -> slice:
     """Returns where one of the op's lists has placements and offsets: of tables on a GPU, behind UVM's."""
     first = 1 if len(tables) == 3 else 2
     return slice(first, first + 2)
+
+
+def find_triggers(graph: fx.Graph) -> set[fx.Node]:
+    """Returns what a graph is given for autograd to reach its lookups, whose backward updates their tables."""
+    calls = (node for node in graph.nodes if UPDATING_LOOKUP.fullmatch(str(node.target)))
+    triggers = (named_arguments(node)["placeholder_autograd_tensor"] for node in calls)
+    return {node for node in reach(triggers, lambda node: node.all_input_nodes) if node.op == "placeholder"}
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,9 @@ ROWWISE_ADAGRAD = "torchrec.optim.rowwise_adagrad.RowWiseAdagrad"
 _FUSED_LOOKUP = "split_embedding_codegen_lookup_{}_function_pt2"
 FUSED_OPTIMIZERS = {f"{FBGEMM}.{_FUSED_LOOKUP.format(name)}": name for name in ("sgd", "adagrad", "rowwise_adagrad")}
 
+# Lookups by all optimizers.
+UPDATING_LOOKUP = re.compile(rf"{FBGEMM}\.\w+_embedding_codegen_lookup_(?!none_)\w+_function_pt2(\.default)?")
+
 # What AOTAutograd's graphs hold: the check of ids that a lookup makes first, and its forward.
 BOUNDS_CHECK = f"{FBGEMM}.bounds_check_indices.default"
 TRACED_LOOKUP = re.compile(rf"{FBGEMM}\.split_embedding_(nobag_)?codegen_forward_\w+_pt2_wrapper\.default")

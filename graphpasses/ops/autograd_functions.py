@@ -35,6 +35,23 @@ def alias_tensors(
     return aliases
 
 
+class _Token(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.num_tensors = len(tensors)
+        return torch.empty(0, device=tensors[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return (None,) * ctx.num_tensors
+
+
+def token_of(*tensors: Tensor) -> Tensor:
+    """Returns an empty tensor that depends on others, without their memory, and gives them no gradient."""
+    token: Tensor = _Token.apply(*tensors)  # type: ignore[no-untyped-call]
+    return token
+
+
 class _CountSteps(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, trigger: Tensor, steps: Tensor, places: Tensor) -> Tensor:

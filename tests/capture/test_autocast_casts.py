@@ -244,3 +244,15 @@ def test_backward_in_the_block_of_autocast() -> None:
     assert all(map(torch.equal, eager, gradients_around(without_norm, compiled, is_inside=True)))
     with pytest.raises(FidelityError, match=r"casts what aten\.mm\.default \(.*Call backward after the block"):
         gradients_around(float32_part, compiled, is_inside=True)
+
+
+def test_a_function_that_makes_tensors_of_its_own() -> None:
+    model = nn.EmbeddingBag(8, 4, mode="sum")
+    found = []
+    for call in (model, compiled(model)):
+        with autocast():
+            result = call(torch.arange(6).view(2, 3))  # whose offsets are made by `arange`
+        result.sum().backward()
+        found.append([result, model.weight.grad])
+        model.weight.grad = None
+    assert same(*found)

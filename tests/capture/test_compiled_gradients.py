@@ -173,3 +173,19 @@ def test_a_formula_that_decides_by_a_number_which_the_model_reads() -> None:
         with pytest.raises(UnsupportedError, match=r"reads at \S+test_compiled_gradients.py:\d+ in read: put torch"):
             compiled(read)
         assert torch.equal(compiled(torch.compiler.disable(read)), loss(read))
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_a_gradient_of_a_gradient_is_refused_by_name(inner: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def penalty(call: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        x = torch.ones(2, 4, requires_grad=True)
+        (gradient,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
+        return torch.autograd.grad(gradient.square().sum(), model[0].weight)[0]
+
+    compiled = graphpasses.compile(model, inner=inner)
+    with pytest.raises(UnsupportedError, match=r"^a gradient of a gradient \(create_graph=True\) goes through a"):
+        penalty(compiled)
+    with torch.compiler.set_stance("force_eager"):
+        assert torch.equal(penalty(compiled), penalty(model))

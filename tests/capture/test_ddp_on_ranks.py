@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.nn import parallel
 
 from graphpasses.capture.torch_compile import graphpasses as _backend  # noqa: F401  # imported before the ranks fork
+from graphpasses.errors import UnsupportedError
 from graphpasses.parity.launch import run_ranks
 from tests.helpers.models import same_bits
 
@@ -21,9 +23,27 @@ DDP = parallel.DistributedDataParallel
 Make = Callable[[nn.Sequential, Callable[[Any], Any]], Callable[..., Any]]
 
 
+class Whole(nn.Module):
+    """Calls a model; torch.compile would compile each module of an ``nn.Sequential`` with hooks for itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.model(x)
+
+
 def in_a_closure(model: nn.Module, compiled: Callable[[Any], Any]) -> Callable[..., Any]:
     ddp = DDP(model)
     return compiled(lambda x: ddp(x))  # type: ignore[no-any-return]
+
+
+def put_in_later(model: nn.Module, compiled: Callable[[Any], Any]) -> Callable[..., Any]:
+    whole = Whole(model)
+    call = compiled(whole)
+    whole.model = DDP(model)
+    return call  # type: ignore[no-any-return]
 
 
 # What eager is, and how it is compiled.
@@ -32,9 +52,14 @@ CASES: dict[str, tuple[Callable[[nn.Module], Callable[..., Any]], Make]] = {
     "around": (DDP, lambda model, compiled: DDP(compiled(model))),
     "around a part": (DDP, lambda model, compiled: DDP(nn.Sequential(compiled(model[:3]), model[3:]))),
     "in a closure": (DDP, in_a_closure),
+    "put in later": (lambda model: Whole(DDP(model)), put_in_later),
     "static": (
         lambda model: DDP(model, static_graph=True),
         lambda model, compiled: compiled(DDP(model, static_graph=True)),
+    ),
+    "replicated": (
+        lambda model: replicate(Whole(model)),
+        lambda model, compiled: compiled(replicate(Whole(model))),
     ),
 }
 
@@ -54,8 +79,8 @@ def train(make: Callable[[Any], Callable[..., Any]]) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def compare() -> dict[str, Sequence[bool]]:
-    found: dict[str, Sequence[bool]] = {}
+def compare() -> dict[str, bool]:
+    found: dict[str, bool] = {}
     for name, (eager, make) in CASES.items():
         expected = train(eager)
         for backend, options in (("graphpasses", {"inner": "aot_eager"}), ("aot_eager", None)):
@@ -68,6 +93,17 @@ def compare() -> dict[str, Sequence[bool]]:
     compiled = functools.partial(torch.compile, backend="graphpasses", options={"inner": "aot_eager"})
     weights = train(lambda model: in_buckets(compiled(model)))
     found["in small buckets, graphpasses"] = all(map(same_bits, weights, train(in_buckets)))
+    whole = Whole(nn.Linear(4, 4))
+    call = compiled(whole)
+    with torch.no_grad():
+        call(torch.ones(2, 4))
+    whole.model = DDP(whole.model)
+    try:
+        call(torch.ones(2, 4))
+    except UnsupportedError as error:
+        found["refused after the first call, graphpasses"] = "after the first call" in str(error).replace(
+            "its", "the"
+        )
     return found
 
 
@@ -76,6 +112,8 @@ def test_three_ranks() -> None:
     found = run_ranks(compare, 3)
     assert all(each == found[0] for each in found)
     assert all(is_equal for name, is_equal in found[0].items() if "graphpasses" in name), found[0]
+    assert "refused after the first call, graphpasses" in found[0]
     # The control: with torch's own backend the order of buckets is that of a graph.
     assert not found[0]["around, aot_eager"]
     assert not found[0]["around a part, aot_eager"]
+    assert not found[0]["replicated, aot_eager"]

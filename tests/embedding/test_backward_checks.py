@@ -18,7 +18,7 @@ from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 import graphpasses
 from graphpasses.errors import UnsupportedError
-from tests.helpers.lowered_bags import ADAGRAD, SGD, Bags, Pair, batch_of, state
+from tests.helpers.lowered_bags import ADAGRAD, SGD, Bags, Pair, batch_of, ids_of, state
 
 LEFT = "the loss does not depend on what {} looked up: eager leaves its tables as they are, the compiled update, "
 LEFT += "with a gradient of zero, {}; use those outputs in the loss, or return them detached"
@@ -75,6 +75,23 @@ def test_two_forwards_before_a_backward_of_lowered_tables(inner: Any) -> None:
         "forward, look up all batches in one call, or leave out 'lower-embedding-bags'"
     )
     pair.compiled(batch_of(2, 2)).square().sum().backward()
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_a_gradient_that_is_asked_for_updates_no_table(inner: Any) -> None:
+    pair = Pair(Bags(1, mode="sum"), SGD, inner=inner)
+    weights = torch.ones(7, requires_grad=True)
+    batch = [(ids_of(0), torch.tensor([0, 2]), weights)]
+    before = pair.model.bags[0].weight.detach().clone()
+    for ask in (lambda loss: torch.autograd.grad(loss, weights), lambda loss: loss.backward(inputs=[weights])):
+        ask(pair.eager(batch).sum())
+        with pytest.raises(UnsupportedError, match=r"^autograd\.grad\(\.\.\.\), or backward"):
+            ask(pair.compiled(batch).sum())
+        with torch.compiler.set_stance("force_eager"):
+            ask(pair.compiled(batch).sum())
+    assert all(torch.equal(before, table) for table in pair.tables()[0])
+    pair.compiled(batch).sum().backward()
+    assert not torch.equal(before, pair.model.bags[0].weight)
 
 
 class TwoCollections(nn.Module):

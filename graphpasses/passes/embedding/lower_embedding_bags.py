@@ -217,10 +217,10 @@ class LowerEmbeddingBags(GraphPass):
 
     Left alone and noted are tables without an optimizer in backward, or with one that has no fused form; those that
     are not float32 parameters on the CPU; calls with ``padding_idx``, ``max_norm``, ``scale_grad_by_freq``,
-    ``sparse`` or ``mode="max"``; and tables that the model also reads in other ways, or whose calls cannot be one
-    lookup, since eager makes one update of all. As with TorchRec's fused modules, a backward over several calls of
-    the compiled model makes one update for each where eager makes one of their sum; so does a backward through two
-    graphs, or through a use of the table outside of the graph.
+    ``sparse`` or ``mode="max"``, or ids in two dims that both vary; and tables that the model also reads in other
+    ways, or whose calls cannot be one lookup, since eager makes one update of all. As with TorchRec's fused modules,
+    a backward over several calls of the compiled model makes one update for each where eager makes one of their sum;
+    so does a backward through two graphs, or through a use of the table outside of the graph.
 
     Raises, at a step:
         IdError: an id is not a row of its table, or offsets make no bags.
