@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import fx
+from torch.types import py_sym_types
 
 from graphpasses.proof.core.values import Result, Value
+from graphpasses.text import some
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,29 @@ class Collective:
     group: str  # name of its process group
     arguments: Hashable  # numbers of its other arguments
     is_followed: bool  # whether the result is followed to each of the all-to-alls that it carries
+
+
+class Check(NamedTuple):
+    """A call that raises an error unless something is so."""
+
+    name: str  # what people call it
+    node: fx.Node
+    written: Mapping[str, int]  # by name, the numbers of what the graph has written outside when it is made
+
+    @property
+    def is_of_sizes(self) -> bool:
+        """Whether it is made of numbers, not of tensors."""
+        return any(isinstance(each.meta.get("val"), py_sym_types) for each in self.node.all_input_nodes)
+
+    def unlike(self, other: Check | None, may_differ: Collection[str] | None) -> str:
+        """Returns how it differs from one of the same values; writes count, but for some, unless these are None."""
+        if other is None:
+            return "nothing checks the same value"
+        if self.name != other.name:
+            return f"it became {other.name}"
+        moved = {} if may_differ is None else dict(self.written.items() ^ other.written.items())
+        names = sorted(moved.keys() - {*(may_differ or ())})
+        return f"it is made before or after another write of {some(names, limit=3)}" if names else ""
 
 
 @dataclass
@@ -33,6 +59,8 @@ class Evaluated:
     shares: dict[str, frozenset[str]] = field(default_factory=dict)
     # By what people call them: the tensors from outside that the graph writes.
     written: dict[str, Value] = field(default_factory=dict)
+    # By what they are made of, the first checks: those after it of the same raise nothing.
+    checks: dict[Hashable, Check] = field(default_factory=dict)
     collectives: list[Collective] = field(default_factory=list)  # the launches, in order
     # By the calls that unpack them, the arguments of the all-to-alls that travelled as one.
     unpacked: dict[fx.Node, list[Hashable]] = field(default_factory=dict)
@@ -55,6 +83,7 @@ class Evaluated:
     def go_on(self, then: Evaluated) -> None:
         """Adds what another graph does after this one, on what this one has left."""
         self.written |= then.written
+        self.checks = then.checks | self.checks
         self.collectives += then.collectives
         self.broken += then.broken
         self.axioms |= then.axioms
