@@ -85,3 +85,26 @@ def test_padding_with_a_number_of_a_tensor(captured: CapturedStep) -> None:
         return code.constant_pad_nd_default(code.x, [0, 1], number)
 
     assert answer(captured, padded, padded) == "proved"
+
+
+def test_complex_quotient_in_place_is_another(captured: CapturedStep) -> None:
+    """The tail of a vector is rounded otherwise."""
+
+    def quotient(is_in_place: bool) -> Callable[[Code], fx.Node]:
+        def function(code: Code) -> fx.Node:
+            x = code.view_as_complex_default(code.view_default(code.x, [-1, 2]))
+            if is_in_place:
+                return code.view_as_real_default(code.div__Tensor(code.clone_default(x), x))
+            return code.view_as_real_default(code.div_Tensor(x, x))
+
+        return function
+
+    assert answer(captured, quotient(is_in_place=False), quotient(is_in_place=True)) != "proved"
+    assert (
+        answer(
+            captured,
+            lambda code: code.div_Tensor(code.x, code.x),
+            lambda code: code.div__Tensor(code.clone_default(code.x), code.x),
+        )
+        == "proved"
+    )
