@@ -61,7 +61,9 @@ class Calls(Memory):
 
     def opaque(self, node: fx.Node, fake: Any, key: Hashable, part: int | None = None) -> Result:
         """Returns a value into which no rule looks, known by one of its rows where only their number varies."""
-        if isinstance(fake, torch.Tensor) and fake.dtype == torch.bool and _reads_bytes(key):
+        read_as = {each.dtype for each in key if isinstance(each, View)}  # type: ignore[attr-defined]
+        is_of_bytes = key[:2] == ("call", str(aten.view.dtype)) or not read_as <= {torch.bool}  # type: ignore[index]
+        if isinstance(fake, torch.Tensor) and fake.dtype == torch.bool and is_of_bytes:
             key = ("call", "view.dtype(bool)", object())  # copies make 1 of other bytes than 0, or leave them
         is_sure = isinstance(fake, torch.Tensor) and node not in self._facts.guessed
         view = View.of(fake) if is_sure and type(fake.shape[0] if fake.dim() else 0) is not int else None
@@ -116,11 +118,11 @@ class Calls(Memory):
             args, kwargs = self._read_all(target, node)
             if target == aten.constant_pad_nd.default:
                 kwargs["origin"] = origin_of_padding(node, self._inputs)
-            is_given = isinstance(next(iter(args), None), Value) or not takes_tensor(target)
+            is_given = isinstance(next(iter(args), None), Value) or not takes_tensor(
+                target
+            )  # else the call would fail
             has_fraction = any(isinstance(self._facts[each], torch.SymFloat) for each in node.all_input_nodes)
-            if (
-                is_given and not has_fraction and all(map(_is_known, (*args, *kwargs.values())))
-            ):  # else the call would fail
+            if is_given and not has_fraction and all(map(_is_known, (*args, *kwargs.values()))):
                 found = rule(self._table, self._made_by(node), *args, **kwargs)
         elif target in ROW_BY_ROW and (node not in self._facts.guessed or self._says_row_shape(node)):
             found = self._by_row(node, target)
@@ -304,24 +306,15 @@ class Calls(Memory):
     def _check(self, node: fx.Node) -> tuple[Hashable, Check]:
         """Returns what a check is made of, whatever its words are, and the check."""
         args, kwargs = evaluated(self._arguments(node), self._number)
-        words = [repr(each) for each in (*args, *kwargs.values()) if isinstance(each, str)]
-        key = (
-            freeze([each for each in args if not isinstance(each, str)]),
-            freeze({name: each for name, each in kwargs.items() if not isinstance(each, str)}),
-        )
+        words = [repr(each) for each in args if isinstance(each, str)] or [str(node.target)]
+        key = str(node.target), freeze([each for each in args if not isinstance(each, str)]), freeze(kwargs)
         written = {name: held.value.number for name, held in self._written_outside()}
-        return (str(node.target), *key), Check(" ".join(["the check", *(words or [str(node.target)])]), node, written)
+        return key, Check(f"the check {' '.join(words)}", node, written)
 
     def _note_count(self, old: Result, new: Result) -> None:
         """Notes what a bounds check writes over a count of bad ids: to further checks it is where that began."""
         if isinstance(old, Value) and isinstance(new, Value):
             self._counts[new.number] = self._counts.get(old.number, old.number)
-
-
-def _reads_bytes(key: Any) -> bool:
-    """Whether a bool that depends on ``key`` is made of the bytes of another dtype."""
-    dtypes = {each.dtype for each in key if isinstance(each, View)}
-    return key[:2] == ("call", str(aten.view.dtype)) or not dtypes <= {torch.bool}
 
 
 def origin_of_padding(node: fx.Node, inputs: Mapping[fx.Node, str]) -> str | None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import fx
-from torch.types import py_sym_types
 
 from graphpasses.proof.core.values import Result, Value
-from graphpasses.text import some
 
 
 @dataclass(frozen=True)
@@ -30,21 +28,6 @@ class Check(NamedTuple):
     name: str  # what people call it
     node: fx.Node
     written: Mapping[str, int]  # by name, the numbers of what the graph has written outside when it is made
-
-    @property
-    def is_of_sizes(self) -> bool:
-        """Whether it is made of numbers, not of tensors."""
-        return any(isinstance(each.meta.get("val"), py_sym_types) for each in self.node.all_input_nodes)
-
-    def unlike(self, other: Check | None, may_differ: Collection[str] | None) -> str:
-        """Returns how it differs from one of the same values; writes count, but for some, unless these are None."""
-        if other is None:
-            return "nothing checks the same value"
-        if self.name != other.name:
-            return f"it became {other.name}"
-        moved = {} if may_differ is None else dict(self.written.items() ^ other.written.items())
-        names = sorted(moved.keys() - {*(may_differ or ())})
-        return f"it is made before or after another write of {some(names, limit=3)}" if names else ""
 
 
 @dataclass

@@ -176,8 +176,7 @@ def _split_features(values: Values, result: Any, pooled: Value, dims: Sequence[i
 def _pad(
     values: Values, result: Any, x: Value, pad: Sequence[Any], value: float = 0, *, origin: Hashable = None
 ) -> Result:
-    is_known = x.pieces is not None and x.shape is not None and not isinstance(value, Value)
-    if not is_known or any(type(each) is not int or each < 0 for each in pad):
+    if x.pieces is None or isinstance(value, Value) or any(type(each) is not int or each < 0 for each in pad):
         return None
     found: Value | None = x
     for index, (before, behind) in enumerate(zip(pad[::2], pad[1::2], strict=True)):

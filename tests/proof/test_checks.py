@@ -94,12 +94,12 @@ def before_a_write(graph: TrainGraph) -> None:
 
 
 WRONG = {
-    dropped: r"changes the check 'loss_fn raises an error at .*test_checks.py:\d+ .*: nothing checks the same value",
-    weakened: "changes the check 'loss_fn .*: nothing checks the same value",
-    always_true: "changes the check 'loss_fn .*: nothing checks the same value",
-    of_other_words: r"changes the check 'loss_fn .*: it became the check 'loss_fn ",
-    after_a_write: "changes the check 'loss_fn .*: it is made before or after another write of .*buffer norm.run",
-    before_a_write: "changes the check 'loss_fn .*: it is made before or after another write of buffer norm.num_",
+    dropped: r"changes the check 'loss_fn raises an error at .*test_checks.py:\d+ .*: it is lost",
+    weakened: "changes the check 'loss_fn .*: it is lost",
+    always_true: "changes the check 'loss_fn .*: it is lost",
+    of_other_words: r"changes the check 'loss_fn .*: it is lost",
+    after_a_write: "changes the check 'loss_fn .*: another write of .*buffer norm.running_mean",
+    before_a_write: "changes the check 'loss_fn .*: another write of buffer norm.num_batches_tracked is before or after it",
 }
 
 
