@@ -98,8 +98,8 @@ WRONG = {
     weakened: "changes the check 'loss_fn .*: it is lost",
     always_true: "changes the check 'loss_fn .*: it is lost",
     of_other_words: r"changes the check 'loss_fn .*: it is lost",
-    after_a_write: "changes the check 'loss_fn .*: another write of .*buffer norm.running_mean",
-    before_a_write: "changes the check 'loss_fn .*: another write of buffer norm.num_batches_tracked is before or after it",
+    after_a_write: "changes the check 'loss_fn .*: another write of .*buffer norm.running_var is before or after it",
+    before_a_write: "changes the check 'loss_fn .*: another write of buffer norm.num_batches_tracked is before or",
 }
 
 
