@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from graphpasses.graph.nodes import freeze
 from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
 from graphpasses.proof import movement
 from graphpasses.proof.core.facts import Facts, Leaf, leaves
-from graphpasses.proof.core.memory import Held, Memory
+from graphpasses.proof.core.memory import Memory
 from graphpasses.proof.core.operators import RULES, out_of_place
 from graphpasses.proof.core.values import Argument, Result, Value
 from graphpasses.proof.core.views import View
@@ -297,18 +297,14 @@ class Calls(Memory):
         layout = self._facts.layout_of(seen, copy._replace(view=place), target)
         return Argument(value.number, layout), place
 
-    def _written_outside(self) -> Iterator[tuple[str, Held]]:
-        """Yields what the graph has written into tensors from outside, by what people call them."""
-        for (root, _), held in self._held.items():
-            if root.op in ("placeholder", "get_attr"):
-                yield self._inputs.get(root, f"the attribute {root.target}"), held
-
     def _check(self, node: fx.Node) -> tuple[Hashable, Check]:
         """Returns what a check is made of, whatever its words are, and the check."""
         args, kwargs = evaluated(self._arguments(node), self._number)
         words = [repr(each) for each in args if isinstance(each, str)] or [str(node.target)]
         key = str(node.target), freeze([each for each in args if not isinstance(each, str)]), freeze(kwargs)
-        written = {name: held.value.number for name, held in self._written_outside()}
+        outside = {each[0]: held for each, held in self._held.items() if each[0].op in ("placeholder", "get_attr")}
+        names = {each: self._inputs.get(each, f"the attribute {each.target}") for each in outside}
+        written = {names[each]: held.value.number for each, held in outside.items()}
         return key, Check(f"the check {' '.join(words)}", node, written)
 
     def _note_count(self, old: Result, new: Result) -> None:

@@ -151,11 +151,13 @@ class Evaluation(Calls):
                 done.nodes[name] = node
         if graph.stage is Stage.STEP:
             done.shares = self._sharing(done.nodes)
-        for name, held in self._written_outside():
-            done.written[name] = held.value
-            done.nodes[name] = held.by
-            if held.beyond is not None:
-                done.written[f"what lies beside {name}"] = self._table[held.beyond]
+        for (root, _), held in self._held.items():
+            if root.op in ("placeholder", "get_attr"):
+                name = self._inputs.get(root, f"the attribute {root.target}")
+                done.written[name] = held.value
+                done.nodes[name] = held.by
+                if held.beyond is not None:
+                    done.written[f"what lies beside {name}"] = self._table[held.beyond]
 
     def _sharing(self, nodes: Mapping[str, fx.Node]) -> dict[str, frozenset[str]]:
         """Returns which of some tensors, and of those from outside, have bytes in common; none with itself."""
