@@ -137,3 +137,8 @@ def test_equal_checks_are_merged(step: CapturedStep) -> None:
     repeated(twice)
     assert len(calls(twice, CHECK)) == 3
     assert gp.prove(twice, Pipeline((Does(merged),)).run(twice, prove=True))
+
+
+def test_values_of_checks_are_fake(step: CapturedStep) -> None:
+    """A real one has any bits: a pass that touches a check had it run on these."""
+    assert all(type(node.meta.get("val")) is not torch.Tensor for node in step.graph.nodes)
