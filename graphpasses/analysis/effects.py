@@ -182,6 +182,17 @@ def _is_in_place(target: Any) -> bool:
     return name.endswith("_")
 
 
+# ---- what is checked -----------------------------------------------------------------------------------------------
+
+
+def is_check(node: fx.Node) -> bool:
+    """Whether a call is made for the error that it may raise: it returns and writes nothing."""
+    if not (found := schemas(node.target)):
+        return node.op == "call_function" and _name(node.target).startswith(("_assert", "_check"))
+    is_for_profiler = str(node.target).startswith("profiler.")
+    return not any(each.returns or each.is_mutable for each in found) and not is_for_profiler
+
+
 # ---- gradients and random numbers ---------------------------------------------------------------------------------
 
 

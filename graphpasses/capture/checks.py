@@ -9,7 +9,7 @@ from types import CodeType
 import torch
 from torch import fx
 
-from graphpasses._torch.fake_mode import outside_tracing
+from graphpasses._torch.fake_mode import fake_call, outside_tracing
 from graphpasses.graph.nodes import argument
 
 aten = torch.ops.aten
@@ -70,8 +70,8 @@ def assert_truth(item: fx.Node, truth: bool, where: str) -> None:
     if not truth:
         value = condition.meta["val"]
         condition = graph.call_function(aten.logical_not.default, (condition,))
-        with outside_tracing(), value.fake_mode:
-            condition.meta = {**origin, "val": torch.empty(value.shape, dtype=value.dtype, device=value.device)}
+        with outside_tracing():
+            condition.meta = {**origin, "val": fake_call(value.fake_mode, condition.target, (value,), {})}
     text = f"loss_fn raises an error at {where} with these values: run it eagerly to see which"
     asserted = graph.call_function(aten._assert_async.msg, (condition, text[-_MAX_LENGTH:]))
     asserted.meta = {**origin, "val": None}

@@ -24,6 +24,7 @@ from graphpasses._torch.schemas import (
 from graphpasses.analysis.effects import names_written, nodes_in
 from graphpasses.fbgemm.names import BOUNDS_CHECK, TRACED_LOOKUP
 from graphpasses.graph import argument
+from graphpasses.graph.nodes import freeze
 from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
 from graphpasses.proof import movement
 from graphpasses.proof.core.facts import Facts, Leaf, leaves
@@ -31,6 +32,7 @@ from graphpasses.proof.core.memory import Memory
 from graphpasses.proof.core.operators import RULES, out_of_place
 from graphpasses.proof.core.values import Argument, Result, Value
 from graphpasses.proof.core.views import View
+from graphpasses.proof.evaluated import Check
 from graphpasses.proof.rows import AXIOM as ROWS
 from graphpasses.proof.rows import ROW_BY_ROW, Made, RowValues, by_row, row_shape
 from graphpasses.proof.sizes import Sizes
@@ -59,6 +61,10 @@ class Calls(Memory):
 
     def opaque(self, node: fx.Node, fake: Any, key: Hashable, part: int | None = None) -> Result:
         """Returns a value into which no rule looks, known by one of its rows where only their number varies."""
+        read_as = {each.dtype for each in key if isinstance(each, View)}  # type: ignore[attr-defined]
+        is_of_bytes = key[:2] == ("call", str(aten.view.dtype)) or not read_as <= {torch.bool}  # type: ignore[index]
+        if isinstance(fake, torch.Tensor) and fake.dtype == torch.bool and is_of_bytes:
+            key = ("call", "view.dtype(bool)", object())  # copies make 1 of other bytes than 0, or leave them
         is_sure = isinstance(fake, torch.Tensor) and node not in self._facts.guessed
         view = View.of(fake) if is_sure and type(fake.shape[0] if fake.dim() else 0) is not int else None
         shape = None if view is None else row_shape(view)
@@ -112,8 +118,11 @@ class Calls(Memory):
             args, kwargs = self._read_all(target, node)
             if target == aten.constant_pad_nd.default:
                 kwargs["origin"] = origin_of_padding(node, self._inputs)
-            is_given = isinstance(next(iter(args), None), Value) or not takes_tensor(target)
-            if is_given and all(map(_is_known, (*args, *kwargs.values()))):  # else the call would fail
+            is_given = isinstance(next(iter(args), None), Value) or not takes_tensor(
+                target
+            )  # else the call would fail
+            has_fraction = any(isinstance(self._facts[each], torch.SymFloat) for each in node.all_input_nodes)
+            if is_given and not has_fraction and all(map(_is_known, (*args, *kwargs.values()))):
                 found = rule(self._table, self._made_by(node), *args, **kwargs)
         elif target in ROW_BY_ROW and (node not in self._facts.guessed or self._says_row_shape(node)):
             found = self._by_row(node, target)
@@ -287,6 +296,16 @@ class Calls(Memory):
         assert isinstance(value, Value)
         layout = self._facts.layout_of(seen, copy._replace(view=place), target)
         return Argument(value.number, layout), place
+
+    def _check(self, node: fx.Node) -> tuple[Hashable, Check]:
+        """Returns what a check is made of, whatever its words are, and the check."""
+        args, kwargs = evaluated(self._arguments(node), self._number)
+        words = [repr(each) for each in args if isinstance(each, str)] or [str(node.target)]
+        key = str(node.target), freeze([each for each in args if not isinstance(each, str)]), freeze(kwargs)
+        outside = {each[0]: held for each, held in self._held.items() if each[0].op in ("placeholder", "get_attr")}
+        names = {each: self._inputs.get(each, f"the attribute {each.target}") for each in outside}
+        written = {names[each]: held.value.number for each, held in outside.items()}
+        return key, Check(f"the check {' '.join(words)}", node, written)
 
     def _note_count(self, old: Result, new: Result) -> None:
         """Notes what a bounds check writes over a count of bad ids: to further checks it is where that began."""

@@ -92,7 +92,7 @@ def _size_tensor(values: Values, result: Any, sizes: Sequence[Any], *_: Any) -> 
 
 AXIOMS["NaNs"] = (
     "of a NaN it counts that it is one: its sign and payload, which may differ between a vector and its tail, are "
-    "not compared, and no operator looks at them; denormals are not flushed to zero"
+    "not compared, and no operator looks at them; denormals are not flushed to zero; bools from outside are 0 or 1"
 )
 
 _CAST_ARGUMENTS = {"dtype", "layout", "device", "pin_memory", "non_blocking", "memory_format"}
@@ -317,7 +317,7 @@ def _combined(values: Values, name: str, x: Value, y: Value) -> Value | None:
 
 @axiom("bytes", "view(dtype) keeps a contiguous tensor's bytes", aten.view.dtype)
 def _view_dtype(values: Values, result: Any, x: Value, dtype: torch.dtype) -> Result:
-    if x.pieces is None or x.dtype is None or x.shape is None:
+    if x.pieces is None or x.dtype is None or x.shape is None or dtype == torch.bool:
         return None
     old, new = x.dtype.itemsize, dtype.itemsize
     if new == 1 and old > 1:

@@ -15,7 +15,13 @@ from torch import fx
 from graphpasses._torch.gloo import ALL_GATHER
 from graphpasses._torch.group_ranks import named_group
 from graphpasses._torch.schemas import draws, named_arguments, read_functionalized_call
-from graphpasses.analysis.effects import has_hidden_state, is_elementwise_on_lists, names_written, written_inputs
+from graphpasses.analysis.effects import (
+    has_hidden_state,
+    is_check,
+    is_elementwise_on_lists,
+    names_written,
+    written_inputs,
+)
 from graphpasses.graph import ALL_TO_ALL, WAIT, TrainGraph, argument
 from graphpasses.graph.nodes import (
     EXACT_REGION,
@@ -107,6 +113,8 @@ class Evaluation(Calls):
             if node.op == "output":
                 break
             value = self.evaluate_node(node)
+            if is_check(node):
+                done.checks.setdefault(*self._check(node))
             is_sure = node.target == READ or node not in self._facts.guessed
             if is_sure and isinstance(value, Value) and isinstance(fake := self._facts[node], torch.SymInt):
                 value = self._sizes.named(node, fake, value)

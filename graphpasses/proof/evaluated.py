@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import fx
 
@@ -21,6 +22,14 @@ class Collective:
     is_followed: bool  # whether the result is followed to each of the all-to-alls that it carries
 
 
+class Check(NamedTuple):
+    """A call that raises an error unless something is so."""
+
+    name: str  # what people call it
+    node: fx.Node
+    written: Mapping[str, int]  # by name, the numbers of what the graph has written outside when it is made
+
+
 @dataclass
 class Evaluated:
     """What a graph does, in numbers of values."""
@@ -33,6 +42,8 @@ class Evaluated:
     shares: dict[str, frozenset[str]] = field(default_factory=dict)
     # By what people call them: the tensors from outside that the graph writes.
     written: dict[str, Value] = field(default_factory=dict)
+    # By what they are made of, the first checks: those after it of the same raise nothing.
+    checks: dict[Hashable, Check] = field(default_factory=dict)
     collectives: list[Collective] = field(default_factory=list)  # the launches, in order
     # By the calls that unpack them, the arguments of the all-to-alls that travelled as one.
     unpacked: dict[fx.Node, list[Hashable]] = field(default_factory=dict)
@@ -55,6 +66,7 @@ class Evaluated:
     def go_on(self, then: Evaluated) -> None:
         """Adds what another graph does after this one, on what this one has left."""
         self.written |= then.written
+        self.checks = then.checks | self.checks
         self.collectives += then.collectives
         self.broken += then.broken
         self.axioms |= then.axioms

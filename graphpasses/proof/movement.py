@@ -176,12 +176,12 @@ def _split_features(values: Values, result: Any, pooled: Value, dims: Sequence[i
 def _pad(
     values: Values, result: Any, x: Value, pad: Sequence[Any], value: float = 0, *, origin: Hashable = None
 ) -> Result:
-    if x.pieces is None or x.shape is None or any(type(each) is not int or each < 0 for each in pad):
+    if x.pieces is None or isinstance(value, Value) or any(type(each) is not int or each < 0 for each in pad):
         return None
     found: Value | None = x
     for index, (before, behind) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
         if found is not None:
-            found = _padded(values, found, len(x.shape) - 1 - index, before, behind, value, origin)
+            found = _padded(values, found, len(result.shape) - 1 - index, before, behind, value, origin)
     return found
 
 

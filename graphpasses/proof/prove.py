@@ -14,7 +14,7 @@ from torch.types import py_sym_types
 from graphpasses.errors import ProofError
 from graphpasses.fbgemm.names import FBGEMM
 from graphpasses.fsdp.layout import Layout
-from graphpasses.graph import ALL_TO_ALL, DynamoGraph, TrainGraph, is_collective
+from graphpasses.graph import ALL_TO_ALL, DynamoGraph, Stage, TrainGraph, is_collective
 from graphpasses.graph.certificate import Certificate
 from graphpasses.proof import eager_gradients
 from graphpasses.proof.core import operators
@@ -211,6 +211,7 @@ class _Proof:
         two = {**self.two.outputs, **self.two.written}
         for name in {**one, **two}:
             self._compare(name, one.get(name), two.get(name), is_known=name in one)
+        self._compare_checks()
         self._compare_uses()
         if self.one.random_state != self.two.random_state:
             name = "the state of random numbers after the step"
@@ -262,6 +263,22 @@ class _Proof:
         """Whether a tensor that comes from outside has a size that is not known, so that nothing can be run."""
         views = (View.of(node.meta.get("val")) for node in self.before.placeholders)
         return any(view is not None and not view.is_known for view in views)
+
+    def _compare_checks(self) -> None:
+        """Asks whether all is checked that was, with the same words, and in a step after the same writes."""
+        is_step = self.before.stage is Stage.STEP  # AOTAutograd puts writes at the end, from where passes take them
+        for key, one in self.one.checks.items():
+            two = self.two.checks.get(key)
+            moved = dict(one.written.items() ^ two.written.items()) if is_step and two is not None else {}
+            names = sorted(moved.keys() - dict(self.unproved).keys())
+            kinds = [type(each.meta["val"]) for each in one.node.all_input_nodes]
+            if two is None and any(issubclass(kind, py_sym_types) for kind in kinds):
+                self.unproved.append((one.name, "no rule looks into sizes that depend on data"))
+            elif two is None or two.name != one.name or names:
+                reason = f"another write of {some(names, limit=3)} is before or after it" if names else "it is lost"
+                self.changed.append((one.name, Difference(one.node, two and two.node, reason)))
+            elif one.name not in self.proved:
+                self.proved.append(one.name)
 
     def _compare_uses(self) -> None:
         """Compares in which order autograd adds gradients, of values that both graphs have."""

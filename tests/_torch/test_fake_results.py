@@ -19,6 +19,7 @@ CASES: dict[Any, list[tuple[Any, ...]]] = {
     aten._to_copy.default: [((6, 2), {"dtype": torch.bfloat16})],
     aten.cat.default: [([(6,), (2,)],), ([(6, 2), (6, 3)], 1)],
     aten.div.Scalar: [((6, 2), 2.0)],
+    aten.logical_not.default: [((6, 2),)],
     aten.reshape.default: [((6, 2), [-1]), ((6, 2), [3, 4])],
     aten.split_with_sizes.default: [((6, 2), [1, 5])],
     aten.split_with_sizes_copy.default: [((6, 2), [2, 4]), ((6, 4), [1, 3], 1)],

@@ -18,3 +18,10 @@ def test_views_cut_repeat_and_reorder() -> None:
 
 def test_pieces_that_continue_each_other_are_one() -> None:
     assert joined([Piece(4, ((2, 1, 1),), 7, 4), Piece(0, ((4, 1, 1),), 7, 0)]) == whole(7, 6)
+
+
+def test_transposed_tensor_is_cut_across_its_rows() -> None:
+    (turned,) = viewed(whole(7, 6), (2, 3), [((3, 2), (1, 3), 0)]) or ()
+    assert viewed(turned, (6,), [((4,), (1,), 1)]) == [
+        (Piece(0, (), 7, 3), Piece(1, ((2, 1, 3),), 7, 1), Piece(3, (), 7, 2)),
+    ]

@@ -10,12 +10,21 @@ import torch
 from torch import nn
 
 from graphpasses.errors import CaptureError, UnsupportedError
-from graphpasses.graph import CapturedStep
+from graphpasses.graph import CapturedStep, TrainGraph
 from graphpasses.graph.batch import VaryingDim, check_leaves
 from graphpasses.state.reads import Reads
 from graphpasses.state.snapshot import Snapshot
 
 _ARGUMENTS = ("inputs", "labels", "global_valid_tokens", "extra_kwargs")  # of graph_trainer's traced function
+
+
+def without_checks(graph: TrainGraph) -> TrainGraph:
+    """Returns a copy of a graph without the checks of tensors, which torchtitan takes for dead code."""
+    copy = graph.copy()
+    for target in (torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default):
+        for node in copy.graph.find_nodes(op="call_function", target=target):
+            copy.graph.erase_node(node)
+    return copy
 
 
 class TraceWatch:

@@ -32,7 +32,7 @@ from graphpasses.graph.pass_report import PassReport, PipelineReport
 from graphpasses.integrations.torchtitan.buckets import ON_REWRITTEN, replicated_as
 from graphpasses.integrations.torchtitan.chunks import add_chunks_before_casts_pass, release_shared_nodes
 from graphpasses.integrations.torchtitan.eager_model import eager_buckets
-from graphpasses.integrations.torchtitan.guards import TraceWatch, step_check
+from graphpasses.integrations.torchtitan.guards import TraceWatch, step_check, without_checks
 from graphpasses.integrations.torchtitan.refusals import (
     FUSED,
     PIPELINE,
@@ -86,7 +86,7 @@ def graph_passes(traced: Any, config: Any, *, parallel_dims: Any = None) -> list
     layout = None if config.compile.disable_passes else expected_layout
     on_rewritten = getattr(trainer, ON_REWRITTEN, None)
     fuse = config.compile.pass_pipeline == FUSED
-    own = _OwnPasses(trainer, step, step.copy(), traced, plan, layout, on_rewritten)
+    own = _OwnPasses(trainer, step, without_checks(step), traced, plan, layout, on_rewritten)
     ours = {
         p.name: p.as_function(step, own.reports, graph_diff=on_rewritten is not None)
         for p in default_pipeline(plan, expected_layout=expected_layout, fuse=fuse).passes
@@ -151,7 +151,7 @@ class _OwnPasses:
 
     trainer: Any
     step: CapturedStep  # says what inputs and outputs of a graph are
-    original: TrainGraph  # as it was traced
+    original: TrainGraph  # as it was traced, but for checks
     traced: Any  # what torchtitan made of it
     plan: BucketPlan
     layout: Layout | None  # that the rewritten step must have
@@ -169,7 +169,7 @@ class _OwnPasses:
 
     def begin_second_part_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
         """Keeps the graph that such passes made, as the origin of what follows."""
-        self.original = replace(self.step, module=gm).copy()
+        self.original = without_checks(replace(self.step, module=gm))
         return gm
 
     def release_shared_nodes_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:

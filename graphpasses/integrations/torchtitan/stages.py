@@ -22,7 +22,7 @@ from graphpasses.graph.certificate import joined
 from graphpasses.graph.pass_report import PassReport, PipelineReport
 from graphpasses.integrations.torchtitan.buckets import ON_REWRITTEN, buckets_of, has_head
 from graphpasses.integrations.torchtitan.eager_model import eager_parts
-from graphpasses.integrations.torchtitan.guards import StageWatch
+from graphpasses.integrations.torchtitan.guards import StageWatch, without_checks
 from graphpasses.integrations.torchtitan.refusals import PIPELINE, refuse_step
 from graphpasses.integrations.torchtitan.stage_graphs import (
     cut_reductions,
@@ -184,7 +184,7 @@ class _Building:
         graph = read_traced_stage(
             traced, model=stage.submod, num_results=num_results, num_tangents=0 if stage.is_last else num_results
         )
-        self._stage, self._graph, self._original = stage, graph, graph.copy()
+        self._stage, self._graph, self._original = stage, graph, without_checks(graph)
         eager = self._eager[id(stage.submod)]
         plan, self._layout = buckets_of(eager, config)
         refuse_step(self._trainer, graph, self._layout)

@@ -22,5 +22,5 @@ Nothing follows where numbers differ; that two values *do* differ is shown by ru
 
 Beside this folder, which imports nothing of the rest, one must believe the rules of point 4, that
 :mod:`~graphpasses.proof.evaluate` with :mod:`~graphpasses.proof.calls` asks the right ones, and that
-:mod:`~graphpasses.proof.prove` compares all outputs and writes.
+:mod:`~graphpasses.proof.prove` compares all outputs, writes and checks.
 """

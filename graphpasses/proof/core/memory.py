@@ -154,12 +154,11 @@ class Memory:
 
     def _key(self, target: Any, args: Any, kwargs: Any) -> tuple[Hashable, ...]:
         """Returns what an operator's results depend on, from the numbers of its arguments."""
-        if out_of_place(target) in COMMUTATIVE and not kwargs:
-            tensors = [self._table[each.number] for each in args if isinstance(each, Argument)]
-            is_complex = any(each.dtype is not None and each.dtype.is_complex for each in tensors)
-            if len(tensors) == len(args) == 2 and tensors[0].dtype == tensors[1].dtype and not is_complex:
-                args = sorted(args, key=str)
-        return ("call", name_of(target), freeze(args), freeze(kwargs))
+        tensors = [self._table[each.number] for each in args if isinstance(each, Argument)]
+        is_complex = any(each.dtype is not None and each.dtype.is_complex for each in tensors)
+        if out_of_place(target) in COMMUTATIVE and not kwargs and len(tensors) == len(args) == 2 and not is_complex:
+            args = sorted(args, key=str) if tensors[0].dtype == tensors[1].dtype else args
+        return ("call", name_of(target, is_complex=is_complex), freeze(args), freeze(kwargs))
 
     def _argument(self, node: fx.Node, target: Any = None) -> Hashable:
         """Returns what an argument is to an operator, or wherever it begins: its value, and how it lies."""

@@ -103,11 +103,11 @@ def out_of_place(target: Any) -> Any:
     return getattr(getattr(aten, packet.removesuffix("_"), None), overload, target)
 
 
-def name_of(target: Any) -> Any:
-    """Returns the name of an operator, :func:`out_of_place`; functions may have one name."""
+def name_of(target: Any, *, is_complex: bool = False) -> Any:
+    """Returns the name of an operator, :func:`out_of_place` unless it is complex; functions may have one name."""
     if isinstance(target, str):
         return target
     if not is_operator(target):
         module = getattr(target, "__module__", None) or "torch"
         return f"{module}.{getattr(target, '__name__', target)}", id(target)
-    return str(out_of_place(target))
+    return str(target if is_complex else out_of_place(target))  # in place it divides a tail otherwise

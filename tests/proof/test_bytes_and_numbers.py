@@ -1,0 +1,110 @@
+"""Bytes that are read as bools, and numbers of tensors that are made elements: rules that are true of most."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import fx
+
+from graphpasses.graph import CapturedStep
+from tests.proof.code import Code, answer, capture_model
+
+aten = torch.ops.aten
+CONTIGUOUS = {"memory_format": torch.contiguous_format}
+
+
+@pytest.fixture(scope="module")
+def captured() -> CapturedStep:
+    return capture_model()
+
+
+def as_bools(code: Code) -> fx.Node:
+    """Bools whose bytes are any numbers, which some copies keep, and others make 1."""
+    return code.view_dtype(code.x, torch.bool)
+
+
+def cast_there_and_back(code: Code, of: fx.Node) -> fx.Node:
+    return code._to_copy_default(code._to_copy_default(of, dtype=torch.int32), dtype=torch.bool)
+
+
+def turned_twice(code: Code, of: fx.Node) -> fx.Node:
+    turned = code.clone_default(code.t_default(of), **CONTIGUOUS)
+    return code.clone_default(code.t_default(turned), **CONTIGUOUS)
+
+
+def times_true(code: Code, of: fx.Node) -> fx.Node:
+    return code.mul_Scalar(of, True)
+
+
+def joined(code: Code, of: fx.Node) -> fx.Node:
+    return code.cat_default([code.slice_Tensor(of, 1, 0, 3), code.slice_Tensor(of, 1, 3, of.meta["val"].shape[1])], 1)
+
+
+@pytest.mark.parametrize("change", [cast_there_and_back, turned_twice, times_true, joined])
+def test_bytes_that_are_read_as_bools(captured: CapturedStep, change: Callable[[Code, fx.Node], fx.Node]) -> None:
+    def as_bytes(make: Callable[[Code], fx.Node]) -> Callable[[Code], fx.Node]:
+        return lambda code: code.view_dtype(make(code), torch.uint8)
+
+    assert answer(captured, as_bytes(as_bools), as_bytes(lambda code: change(code, as_bools(code)))) == "not proved"
+    bools = as_bytes(lambda code: code.gt_Scalar(code.x, 0))
+    assert answer(captured, bools, as_bytes(lambda code: change(code, code.gt_Scalar(code.x, 0)))) == "proved"
+
+
+def test_written_bytes_that_are_read_as_bools(captured: CapturedStep) -> None:
+    def make(is_turned: bool) -> Callable[[Code], fx.Node]:
+        def function(code: Code) -> fx.Node:
+            copy = code.clone_default(code.x)
+            bools = code.view_dtype(copy, torch.bool)
+            code.add__Tensor(copy, 1)
+            return code.view_dtype(turned_twice(code, bools) if is_turned else bools, torch.uint8)
+
+        return function
+
+    assert answer(captured, make(is_turned=False), make(is_turned=True)) != "proved"
+
+
+def test_fraction_is_cut_where_it_becomes_an_element(captured: CapturedStep) -> None:
+    def number(code: Code) -> fx.Node:
+        return code._local_scalar_dense_default(code.sum_default(code.x))
+
+    def cut(code: Code) -> fx.Node:
+        return code._local_scalar_dense_default(code.scalar_tensor_default(number(code), dtype=torch.int64))
+
+    def product(make: Callable[[Code], fx.Node]) -> Callable[[Code], fx.Node]:
+        return lambda code: code.mul_Tensor(code.x, make(code))
+
+    assert answer(captured, product(number), product(cut)) != "proved"
+    assert answer(captured, product(number), product(number)) == "proved"
+
+
+def test_padding_with_a_number_of_a_tensor(captured: CapturedStep) -> None:
+    def padded(code: Code) -> fx.Node:
+        number = code._local_scalar_dense_default(code._to_copy_default(code.sum_default(code.x), dtype=torch.int64))
+        return code.constant_pad_nd_default(code.x, [0, 1], number)
+
+    assert answer(captured, padded, padded) == "proved"
+
+
+def test_complex_quotient_in_place_is_another(captured: CapturedStep) -> None:
+    """The tail of a vector is rounded otherwise."""
+
+    def quotient(is_in_place: bool) -> Callable[[Code], fx.Node]:
+        def function(code: Code) -> fx.Node:
+            x = code.view_as_complex_default(code.view_default(code.x, [-1, 2]))
+            if is_in_place:
+                return code.view_as_real_default(code.div__Tensor(code.clone_default(x), x))
+            return code.view_as_real_default(code.div_Tensor(x, x))
+
+        return function
+
+    assert answer(captured, quotient(is_in_place=False), quotient(is_in_place=True)) != "proved"
+    assert (
+        answer(
+            captured,
+            lambda code: code.div_Tensor(code.x, code.x),
+            lambda code: code.div__Tensor(code.clone_default(code.x), code.x),
+        )
+        == "proved"
+    )
