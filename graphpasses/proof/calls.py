@@ -118,9 +118,8 @@ class Calls(Memory):
             args, kwargs = self._read_all(target, node)
             if target == aten.constant_pad_nd.default:
                 kwargs["origin"] = origin_of_padding(node, self._inputs)
-            is_given = isinstance(next(iter(args), None), Value) or not takes_tensor(
-                target
-            )  # else the call would fail
+            # Else the call would fail.
+            is_given = isinstance(next(iter(args), None), Value) or not takes_tensor(target)
             has_fraction = any(isinstance(self._facts[each], torch.SymFloat) for each in node.all_input_nodes)
             if is_given and not has_fraction and all(map(_is_known, (*args, *kwargs.values()))):
                 found = rule(self._table, self._made_by(node), *args, **kwargs)
