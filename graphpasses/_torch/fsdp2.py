@@ -146,7 +146,8 @@ def _post_order(
     for child in module.children():
         if child not in visited:
             yield from _post_order(child, visited, around if state is None else (*around, state))
-    yield module, all(each._get_state_for_module(module) is None for each in around)
+    finders = (getattr(each, "_get_state_for_module", _get_module_fsdp_state) for each in around)  # not in 2.11
+    yield module, all(find(module) is None for find in finders)
 
 
 def _read_group(
