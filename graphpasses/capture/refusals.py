@@ -25,6 +25,18 @@ from graphpasses.identity import walk_modules
 from graphpasses.state.model import check_gradient_hooks, is_trained
 
 
+def refuse_arguments(*given: Any) -> None:
+    """Raises if a loss function, a model and a batch are not what they should be, and says how they are written."""
+    loss_fn, model, *batch = given
+    misplaced = any(isinstance(each, (nn.Module, torch.optim.Optimizer)) for each in batch)
+    if misplaced or not isinstance(model, nn.Module) or not callable(loss_fn):
+        raise CaptureError(
+            f"capture_train_step was given {', '.join(type(each).__name__ for each in given)}; write "
+            "capture_train_step(loss_fn, model, *batch), with an optimizer by name, optimizer=, and other models, "
+            "others=(teacher,); loss_fn is called as loss_fn(model, *batch)"
+        )
+
+
 def refuse_model(model: nn.Module) -> None:
     """Raises if a captured step would train a model otherwise than eager does."""
     if torch.is_anomaly_enabled():

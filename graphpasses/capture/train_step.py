@@ -16,7 +16,7 @@ from graphpasses._torch.fsdp2_accumulation import accumulation_set_aside
 from graphpasses._torch.fsdp2_tracing import prepare_for_tracing
 from graphpasses.capture.dynamic_shapes import read_dynamic_shapes
 from graphpasses.capture.oracle import check_step, has_equal_bits, why_unchecked
-from graphpasses.capture.refusals import refuse_model
+from graphpasses.capture.refusals import refuse_arguments, refuse_model
 from graphpasses.capture.step_check import check_on_batch
 from graphpasses.capture.step_rules import note_outside, outside_tensors, refuse_step
 from graphpasses.capture.trace import trace_step
@@ -110,6 +110,7 @@ def capture_train_step(
         >>> model.weight.grad.shape
         torch.Size([1, 4])
     """
+    refuse_arguments(loss_fn, model, *batch)
     if check_every not in (None, "sparse") and not (type(check_every) is int and check_every > 0):
         raise CaptureError(f'check_every is {check_every!r}; give a number of calls, "sparse", or None')
     model, optimizers = with_others(model, others), Optimizers.of(optimizer)
