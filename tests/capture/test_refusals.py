@@ -203,8 +203,8 @@ def test_changes_after_the_capture(change: Callable[[nn.Module], Any], message: 
 )
 def test_arguments_in_other_places(given: Callable[[nn.Module], Any], types: str) -> None:
     assert refused(lambda: capture_train_step(*given(build()))) == (
-        f"capture_train_step was given {types}; write capture_train_step(loss_fn, model, *batch), with an optimizer by "
-        "name, optimizer=, and other models, others=(teacher,); loss_fn is called as loss_fn(model, *batch)"
+        f"capture_train_step was given {types}; write capture_train_step(loss_fn, model, *batch), with an optimizer "
+        "by name, optimizer=, and other models, others=(teacher,); loss_fn is called as loss_fn(model, *batch)"
     )
 
 
