@@ -175,6 +175,8 @@ def _read_group(
     reduce_scatter_op: str | None
     all_reduce_op: str | None
     reduce_scatter_op, all_reduce_op = (op_name(op) or ("sum" if is_plain_sum else None) for op in ops)
+    if reduce_scatter_op is None and num_shards(group) == 1:  # nothing is scattered: FSDP2 divides by itself
+        predivide, reduce_scatter_op = group.gradient_divide_factor, "sum"
     all_reduce_dtype = wire_dtype
     if (own := own_reduction(group)) is not None:
         reduce_scatter_op, all_reduce_op = own.reduce_scatter_op, own.all_reduce_op
@@ -202,7 +204,7 @@ def _read_group(
         replicate_ranks=tuple(dist.get_process_group_ranks(replicas)) if replicas else None,
         reduce_scatter_op=reduce_scatter_op,
         all_reduce_op=all_reduce_op,
-        is_premultiplied=any(op_name(op) is None for op in ops),
+        is_premultiplied=num_shards(group) > 1 and any(op_name(op) is None for op in ops),
         # FSDP2's `_div_if_needed` skips a division by one.
         predivide=None if predivide in (None, 1) else float(predivide),
         postdivide=None if postdivide in (None, 1) else float(postdivide),

@@ -118,6 +118,13 @@ def replicated(model: nn.Module, mesh: DeviceMesh) -> None:
         replicate(module, mesh=mesh, mp_policy=BF16)
 
 
+def divided_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
+    """FSDP2 itself divides what it does not scatter, and NCCL multiplies nothing."""
+    replicated(model, mesh)
+    for module in (*model.layers, model):
+        module.set_gradient_divide_factor(3.0)
+
+
 def sharded_inside(model: nn.Module, mesh: DeviceMesh) -> None:
     """Each layer is a root of its own, which `replicate` does not know."""
     for layer in model.layers:
@@ -154,6 +161,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, DeviceMesh]
         with_zeros_for_unused,
         reduced_as_the_policy_leaves_it,
         replicated,
+        divided_replicas,
         sharded_inside,
         *((dtypes_by_parameter, kept_in_float32) if RELEASE >= (2, 15) else ()),
     )

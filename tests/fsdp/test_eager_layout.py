@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -180,6 +181,10 @@ def check_premul_sum() -> None:
         for read in (BucketPlan.from_fully_shard, eager_layout):
             with pytest.raises(UnsupportedError, match=message):
                 read(model)
+    copies = replicate(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (NUM_RANKS,)))
+    copies.set_gradient_divide_factor(3.0)  # what scatters nothing is divided, and not by NCCL
+    (entry,) = BucketPlan.from_fully_shard(copies).entries
+    assert entry.reduction == Reduction("sum", "sum", dtype=torch.float32, predivide=3.0)
     for hybrid in (False, True):
         by_one = Case(sizes, hybrid=hybrid, configure=for_all("set_gradient_divide_factor", 1.0))
         plan = BucketPlan.from_fully_shard(shard(by_one, build(by_one)))
