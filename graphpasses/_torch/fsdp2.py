@@ -175,7 +175,14 @@ def _read_group(
     reduce_scatter_op: str | None
     all_reduce_op: str | None
     reduce_scatter_op, all_reduce_op = (op_name(op) or ("sum" if is_plain_sum else None) for op in ops)
-    if reduce_scatter_op is None and num_shards(group) == 1:  # nothing is scattered: FSDP2 divides by itself
+    if num_shards(group) == 1 and group.gradient_divide_factor not in (None, 1):
+        # Nothing is scattered: FSDP2 divides by itself, and again behind the all-reduce where its sum is forced.
+        if predivide not in (None, 1):
+            raise UnsupportedError(
+                f"FSDP2 group {name!r} has one shard, gradient divide factor {group.gradient_divide_factor} and "
+                f"gradients in {wire_dtype}, which FSDP2 divides twice before it reduces them. Leave the factor out, or "
+                "reduce in float32 or bfloat16"
+            )
         predivide, reduce_scatter_op = group.gradient_divide_factor, "sum"
     all_reduce_dtype = wire_dtype
     if (own := own_reduction(group)) is not None:

@@ -185,6 +185,9 @@ def check_premul_sum() -> None:
     copies.set_gradient_divide_factor(3.0)  # what scatters nothing is divided, and not by NCCL
     (entry,) = BucketPlan.from_fully_shard(copies).entries
     assert entry.reduction == Reduction("sum", "sum", dtype=torch.float32, predivide=3.0)
+    copies.set_force_sum_reduction_for_comms(True)  # torch then divides twice
+    (entry,) = BucketPlan.from_fully_shard(copies).entries
+    assert entry.reduction == Reduction("sum", "sum", dtype=torch.float32, predivide=3.0, postdivide=3.0)
     for hybrid in (False, True):
         by_one = Case(sizes, hybrid=hybrid, configure=for_all("set_gradient_divide_factor", 1.0))
         plan = BucketPlan.from_fully_shard(shard(by_one, build(by_one)))
