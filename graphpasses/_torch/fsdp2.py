@@ -180,8 +180,8 @@ def _read_group(
         if predivide not in (None, 1):
             raise UnsupportedError(
                 f"FSDP2 group {name!r} has one shard, gradient divide factor {group.gradient_divide_factor} and "
-                f"gradients in {wire_dtype}, which FSDP2 divides twice before it reduces them. Leave the factor out, or "
-                "reduce in float32 or bfloat16"
+                f"gradients in {wire_dtype}, which FSDP2 divides twice before it reduces them. Leave the factor out, "
+                "or reduce in float32 or bfloat16"
             )
         predivide, reduce_scatter_op = group.gradient_divide_factor, "sum"
     all_reduce_dtype = wire_dtype
