@@ -65,8 +65,8 @@ def steps() -> dict[str, str]:
 def test_exchange_on_one_rank() -> None:
     zero, one = run_ranks(steps, 2)
     told = (
-        "ranks 0 and 1 would wait for each other: as collective 0 of the step, rank 0 launches "
-        "_c10d_functional.all_gather_into_tensor.default(2) of 10 torch.float32 of parameter 0.weight; parameter "
+        "ranks 0 and 1 would wait for each other, or mix what they send: as collective 0 of the step, rank 0 "
+        "launches _c10d_functional.all_gather_into_tensor.default(2) of 10 torch.float32 of parameter 0.weight; parameter "
         "0.bias, rank 1 _c10d_functional.all_gather_into_tensor.default(2) of 10 torch.float32 of parameter "
         "1.weight; parameter 1.bias. Run the same passes on all ranks; a pass must not decide by what only its rank "
         "knows"
