@@ -14,6 +14,8 @@ from experiments.torchrec_parity.ranks import PRELOAD, try_refused
 from experiments.torchrec_parity.run import COLUMNS, judge_refusals, train_and_judge
 from graphpasses.parity.launch import run_ranks
 
+MIN_STEPS = 4
+
 
 def main(steps: int = 10, out: Path = Path("runs/torchrec_parity"), only: Only = "") -> int:
     """Trains small recommenders that TorchRec shards over 2 and 4 processes, eagerly and compiled with all passes.
@@ -22,11 +24,14 @@ def main(steps: int = 10, out: Path = Path("runs/torchrec_parity"), only: Only =
     Exit code 0 if so, else 1; 2 for wrong arguments.
 
     Args:
-        steps: optimizer steps of each run.
+        steps: optimizer steps of each run; at least 4, as the first two or three of 4 ranks run as in eager.
         out: folder for the run files; look into any two with `graphpasses compare A B`.
         only: train only the cases whose name contains this.
     """
     cases = select(CASES, only)
+    if cases and steps < MIN_STEPS and any((case.dense, case.num_ranks) == ("ddp", 4) for case in cases):
+        print(f"steps must be {MIN_STEPS} or more: the first of 4 ranks run as in eager", file=sys.stderr)
+        return 2
     if not cases:
         return 2
     title = "TorchRec compiled with all passes, against TorchRec eager"

@@ -15,14 +15,15 @@ class Launch:
 
     call: str  # operator, arguments and dtype; and size, where ranks send as much
     group: int  # number of its process group, in the order in which a rank first launches in each
-    # What is sent, as far as that is known: inputs, and launches of the captured step.
+    # What is sent, as far as that is known, in its order: inputs, and launches of the captured step.
     contents: tuple[str, ...]
 
     def may_meet(self, other: Launch) -> bool:
         """Whether another rank may launch ``other`` where this one launches this."""
-        contents, others = set(self.contents), set(other.contents)
-        known = bool(contents and others)  # a rank may have a part of nothing
-        return (self.call, self.group) == (other.call, other.group) and not (known and contents.isdisjoint(others))
+        mine = [each for each in self.contents if each in {*other.contents}]
+        theirs = [each for each in other.contents if each in {*self.contents}]  # a rank may have a part of nothing
+        is_like = mine == theirs and bool(mine or not (self.contents and other.contents))
+        return is_like and (self.call, self.group) == (other.call, other.group)
 
     def __str__(self) -> str:
         return f"{self.call} of {'; '.join(self.contents) or 'other values'}"

@@ -147,9 +147,9 @@ def _unlike_launches(one: tuple[int, Sequence[Launch]], other: tuple[int, Sequen
         return None
     mine, theirs = (str(each[place]) if place < len(each) else "nothing" for each in (launches, others))
     return (
-        f"ranks {first} and {rank} would wait for each other: as collective {place} of the step, rank {first} "
-        f"launches {mine}, rank {rank} {theirs}. Run the same passes on all ranks; a pass must not decide by what "
-        "only its rank knows"
+        f"ranks {first} and {rank} would wait for each other, or mix what they send: as collective {place} of the "
+        f"step, rank {first} launches {mine}, rank {rank} {theirs}. Run the same passes on all "
+        "ranks; a pass must not decide by what only its rank knows"
     )
 
 

@@ -293,10 +293,10 @@ class Evaluation(Calls):
             outputs, inputs = given_args[1:3]
             self._packs.send(sent.number, result.number, outputs, inputs, group)
         self._waiting[node] = self._arriving[node] = result
-        read = map(self._read, node.all_input_nodes)
+        members = self._packs.members(sent.number) if isinstance(sent, Value) else []
+        read = map(self._table.__getitem__, members) if members else map(self._read, node.all_input_nodes)
         given = tuple(each for each in read if isinstance(each, Value))
-        is_followed = isinstance(sent, Value) and sent.number in self._packs
-        launch = Collective(node, given, group, freeze(args[1:]), is_followed)
+        launch = Collective(node, given, group, freeze(args[1:]), bool(members))
         self._done.collectives.append(launch)
         return self._table.other(("launched", key, len(self._done.collectives)))
 

@@ -58,9 +58,9 @@ class Packs:
         splits = _by_member(self.sizes(sizes), num), _by_member(of_sizes, num)
         self._packed[packed] = _Packed(tuple(map(self._facts.__getitem__, inputs)), tuple(of_inputs), *splits)
 
-    def __contains__(self, packed: int) -> bool:
-        """Whether a number is that of what was packed."""
-        return packed in self._packed
+    def members(self, packed: int) -> list[int]:
+        """Returns the numbers of what was packed, in its order; none if a number is not that of what was packed."""
+        return [each.number for each in self._packed[packed].numbers] if packed in self._packed else []
 
     def send(self, sent: int, received: int, outputs: Sequence[Any], inputs: Sequence[Any], group: Hashable) -> None:
         """Notes an all-to-all, if it is of what was packed."""

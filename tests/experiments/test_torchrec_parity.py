@@ -125,3 +125,8 @@ def test_exit_code(runs: Runs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 def test_unknown_case(capsys: pytest.CaptureFixture[str]) -> None:
     assert experiment.main(only="dlrm") == 2
     assert capsys.readouterr().err.startswith("no case contains 'dlrm'; there are: EBC table-wise, ")
+
+
+def test_steps_that_are_all_eagers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert experiment.main(steps=3, only="table-row-wise") == 2
+    assert capsys.readouterr().err == "steps must be 4 or more: the first of 4 ranks run as in eager\n"

@@ -20,6 +20,12 @@ def test_first_unlike_launch() -> None:
     assert [find_unlike_launch([a, b], other) for other in ([a, b], [b, a], [a])] == [None, 0, 1]
 
 
+def test_ranks_that_pack_in_another_order_differ() -> None:
+    """Rank 1 would read its first parameter where rank 0 has put its second; a rank may have a part of nothing."""
+    launches = [Launch("all_gather", 0, contents) for contents in (("a", "b"), ("b", "a"), ("b",), ("c",), ())]
+    assert [launches[0].may_meet(other) for other in launches] == [True, False, True, False, True]
+
+
 def test_equal_calls_take_their_median() -> None:
     relu = torch.fx.symbolic_trace(lambda x: torch.ops.aten.relu(x)).graph.output_node().args[0]
     assert OperatorSeconds.of([(relu, 1.0), (relu, 5.0), (relu, 2.0)]).get(relu) == 2.0

@@ -13,11 +13,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import graphpasses as gp
+from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.errors import AgreementError
 from graphpasses.graph import TrainGraph, find_collectives
 from graphpasses.graph.nodes import wait_of
+from graphpasses.ops.pack_all_to_all import PACK
 from graphpasses.parity.launch import run_ranks
+from graphpasses.passes import BucketAllToAll
 from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
+from tests.helpers.all_to_alls import capture, evenly
 
 
 @dataclass(frozen=True)
@@ -65,12 +69,29 @@ def steps() -> dict[str, str]:
 def test_exchange_on_one_rank() -> None:
     zero, one = run_ranks(steps, 2)
     told = (
-        "ranks 0 and 1 would wait for each other: as collective 0 of the step, rank 0 launches "
-        "_c10d_functional.all_gather_into_tensor.default(2) of 10 torch.float32 of parameter 0.weight; parameter "
-        "0.bias, rank 1 _c10d_functional.all_gather_into_tensor.default(2) of 10 torch.float32 of parameter "
-        "1.weight; parameter 1.bias. Run the same passes on all ranks; a pass must not decide by what only its rank "
-        "knows"
+        "ranks 0 and 1 would wait for each other, or mix what they send: as collective 0 of the step, rank 0 "
+        "launches _c10d_functional.all_gather_into_tensor.default(2) of 10 torch.float32 of parameter 0.weight; "
+        "parameter 0.bias, rank 1 _c10d_functional.all_gather_into_tensor.default(2) of 10 torch.float32 of "
+        "parameter 1.weight; parameter 1.bias. Run the same passes on all ranks; a pass must not decide "
+        "by what only its rank knows"
     )
     assert zero["one rank"] == one["one rank"] == told
     # Controls: the same on all ranks is one step, and where a rank has no proof nothing is compared.
     assert float(zero["all ranks"]) == float(zero["all ranks, proved on one"]) > 0
+
+
+def test_all_to_alls_that_travel_in_another_order() -> None:
+    """A rank that packs and unpacks in another order proves its own graph, but does not meet the others."""
+    with fake_process_group(2):
+        before = capture(lambda x, y: [evenly(x * 2), evenly(y * 3)], torch.ones(2, 4), torch.ones(2, 4))
+        after = Pipeline((BucketAllToAll(),)).run(before)
+        one = gp.prove(before, after)
+        (pack,) = after.graph.find_nodes(op="call_function", target=PACK)
+        (unpack,) = (node for node in after.graph.nodes if "unpack" in str(node.target))
+        pack.args = (pack.args[0][::-1], *pack.args[1:])  # type: ignore[index]
+        for part in [*unpack.users]:
+            part.args = (unpack, 1 - part.args[1])  # type: ignore[operator]
+        two = gp.prove(before, after)
+    assert one
+    assert two
+    assert one.launches[0].contents == two.launches[0].contents[::-1] == ("launch 0", "launch 1")
