@@ -192,22 +192,6 @@ def test_changes_after_the_capture(change: Callable[[nn.Module], Any], message: 
     assert refused(lambda: step(X)) == f"{message}; capture the step again, or undo the change"
 
 
-@pytest.mark.parametrize(
-    ("given", "types"),
-    [
-        (lambda model: (model, loss_fn, X), "Sequential, function, Tensor"),
-        (lambda model: (loss_fn, model, torch.optim.SGD(model.parameters()), X), "function, Sequential, SGD, Tensor"),
-        (lambda model: (loss_fn, model, build(), X), "function, Sequential, Sequential, Tensor"),
-    ],
-    ids=["swapped", "an optimizer", "another model"],
-)
-def test_arguments_in_other_places(given: Callable[[nn.Module], Any], types: str) -> None:
-    assert refused(lambda: capture_train_step(*given(build()))) == (
-        f"capture_train_step was given {types}; write capture_train_step(loss_fn, model, *batch), with an optimizer "
-        "by name, optimizer=, and other models, others=(teacher,); loss_fn is called as loss_fn(model, *batch)"
-    )
-
-
 def test_a_trained_buffer() -> None:
     """Not one that forward leaves with its history, as a statistic of the batch."""
     model = nn.Sequential(nn.BatchNorm1d(4))

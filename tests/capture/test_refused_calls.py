@@ -1,4 +1,4 @@
-"""What a graph of operators has no place for is refused by name while it is traced."""
+"""What a graph of operators has no place for is refused by name while it is traced, and other arguments before."""
 
 from __future__ import annotations
 
@@ -85,3 +85,19 @@ def test_an_error_of_the_users_code_says_that_tensors_were_fake() -> None:
     (note,) = caught.value.__notes__
     assert note.startswith(f"loss_fn failed at {__file__}:")
     assert note.endswith("write tensor.item(), or compute it before the step and give it in the batch")
+
+
+@pytest.mark.parametrize(
+    ("given", "types"),
+    [
+        (lambda model: (model, loss_fn, X), "Linear, function, Tensor"),
+        (lambda model: (loss_fn, model, torch.optim.SGD(model.parameters()), X), "function, Linear, SGD, Tensor"),
+        (lambda model: (loss_fn, model, build(), X), "function, Linear, Linear, Tensor"),
+    ],
+    ids=["swapped", "an optimizer", "another model"],
+)
+def test_arguments_in_other_places(given: Callable[[nn.Module], Any], types: str) -> None:
+    assert refused(lambda: capture_train_step(*given(build()))) == (
+        f"capture_train_step was given {types}; write capture_train_step(loss_fn, model, *batch), with an optimizer "
+        "by name, optimizer=, and other models, others=(teacher,); loss_fn is called as loss_fn(model, *batch)"
+    )
