@@ -13,6 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.fsdp2 import fsdp_groups, replicate_group, shard_group, unshard
+from graphpasses._torch.group_ranks import group_ranks
 from graphpasses.identity import IdentityMap, same_bits, walk_modules
 
 
@@ -48,7 +49,7 @@ def named_sharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Paramet
 def replicated_parameters(model: nn.Module) -> dict[torch.Tensor, tuple[int, ...]]:
     """Returns the parameters of groups that shard nothing, which ``replicate`` made, and the ranks that hold them."""
     groups = [(group, replicate_group(group)) for group in fsdp_groups(model) if shard_group(group) is None]
-    ranks = {group: tuple(dist.get_process_group_ranks(replicas)) for group, replicas in groups if replicas}
+    ranks = {group: group_ranks(replicas) for group, replicas in groups if replicas}
     return {parameter.sharded_param: ranks[group] for group in ranks for parameter in group.fsdp_params}
 
 

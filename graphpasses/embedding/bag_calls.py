@@ -88,10 +88,8 @@ def _why_not_call(node: fx.Node, options: dict[str, Any]) -> str | None:
             return f"TBE has no {option}={options[option]}"
     if options["mode"] == "max":
         return "TBE has no mode='max'"
-    if (
-        options["offsets"] is None
-        and len({expression(each.meta["val"].size(0)) for each in (node, options["input"])}) > 1
-    ):
+    bags, rows = (expression(each.meta["val"].size(0)) for each in (node, options["input"]))
+    if options["offsets"] is None and bags != rows:
         return "both dims of its ids vary; give it ids in one dim, and offsets"
     return None
 

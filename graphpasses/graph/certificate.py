@@ -20,8 +20,8 @@ class Launch:
 
     def may_meet(self, other: Launch) -> bool:
         """Whether another rank may launch ``other`` where this one launches this."""
-        mine = [each for each in self.contents if each in {*other.contents}]
-        theirs = [each for each in other.contents if each in {*self.contents}]  # a rank may have a part of nothing
+        known = {*self.contents} & {*other.contents}  # a rank may have a part of nothing
+        mine, theirs = ([each for each in contents if each in known] for contents in (self.contents, other.contents))
         is_like = mine == theirs and bool(mine or not (self.contents and other.contents))
         return is_like and (self.call, self.group) == (other.call, other.group)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from graphpasses._torch.dtensor import is_sharded, split_factor
+from graphpasses._torch.dtensor import is_sharded, local_part, split_factor
 from graphpasses._torch.fsdp2_parameters import replicated_parameters
 from graphpasses._torch.group_ranks import group_ranks
 from graphpasses.errors import CaptureError, UnsupportedError
@@ -63,8 +63,7 @@ def _parameter_info(
         return info
     placements, mesh = parameter.placements, parameter.device_mesh
     if (replicas := replicated.get(parameter)) is not None:  # as HSDP has it, each shard of one rank
-        shape = tuple(parameter.to_local().shape)
-        return replace(info, shape=shape, shard_dim=0, shard_ranks=(dist.get_rank(),), replicate_ranks=replicas)
+        return as_replicated(info, parameter, replicas)
     axis = next((axis for axis, placement in enumerate(placements) if is_sharded(placement)), None)
     if axis is None:
         return info
@@ -79,6 +78,14 @@ def _parameter_info(
         shard_ranks=group_ranks(mesh.get_group(axis)),
         replicate_ranks=group_ranks(mesh.get_group(axis - 1)) if axis > 0 else (),
     )
+
+
+def as_replicated(
+    info: ParameterInfo, parameter: torch.Tensor, ranks: tuple[int, ...], shard_dim: int = 0
+) -> ParameterInfo:
+    """Returns facts about a parameter that ranks hold as HSDP's, each with a shard of one rank."""
+    info = replace(info, shape=tuple(local_part(parameter).shape), shard_dim=shard_dim)
+    return replace(info, shard_ranks=(dist.get_rank(),), replicate_ranks=ranks)
 
 
 def _shape_that_fsdp_shards(fqn: str, parameter: DTensor, axis: int, dim: int) -> tuple[int, ...]:

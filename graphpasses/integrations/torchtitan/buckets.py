@@ -15,7 +15,7 @@ from graphpasses._torch.fsdp2_parameters import managed_identity
 from graphpasses.errors import PlanError, UnsupportedError
 from graphpasses.fsdp.layout import Layout, managed_layout
 from graphpasses.fsdp.plan import BucketPlan
-from graphpasses.graph.parameters import ParameterInfo, get_state
+from graphpasses.graph.parameters import ParameterInfo, as_replicated, get_state
 from graphpasses.graph.train_graph import TrainGraph
 from graphpasses.identity import IdentityMap
 
@@ -58,11 +58,10 @@ def replicated_as(step: TrainGraph, layout: Layout) -> dict[str, ParameterInfo]:
     places = [(bucket, entry) for bucket in layout.buckets for entry in bucket.entries]
     scattered = {entry.fqn for bucket, entry in places if bucket.collective != "all_reduce"}
     for bucket, entry in places:
-        info, part = infos[entry.fqn], local_part(get_state(step.model, entry.fqn))
+        info, parameter = infos[entry.fqn], get_state(step.model, entry.fqn)
         is_known = (info.shard_ranks, info.replicate_ranks) == (own_rank, bucket.ranks)
-        if entry.fqn not in scattered and not is_known and part.numel() == entry.numel:
-            info = replace(info, shape=tuple(part.shape), shard_dim=entry.shard_dim)
-            infos[entry.fqn] = replace(info, shard_ranks=own_rank, replicate_ranks=bucket.ranks)
+        if entry.fqn not in scattered and not is_known and local_part(parameter).numel() == entry.numel:
+            infos[entry.fqn] = as_replicated(info, parameter, bucket.ranks, entry.shard_dim)
     return infos
 
 

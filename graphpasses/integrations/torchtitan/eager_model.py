@@ -114,10 +114,8 @@ def _check_ties(identity: IdentityMap, eager: nn.Module, is_head_apart: bool) ->
     """
     names_in_eager = IdentityMap.of(eager)
     for names in identity.parameters:
-        together = {names_in_eager.canonical(name): name for name in names}
-        if is_head_apart:
-            together = {canonical: name for canonical, name in together.items() if not name.startswith(f"{HEAD}.")}
-        if len(together) > 1:
+        together = [name for name in names if not (is_head_apart and name.startswith(f"{HEAD}."))]
+        if len({names_in_eager.canonical(name) for name in together}) > 1:
             raise UnsupportedError(
                 f"{' and '.join(map(repr, names))} are one tied weight, which torchtitan's tensor parallelism takes "
                 "for several until FSDP2 has grouped them: eager reduces the gradients of each by themselves. Untie "
