@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,6 @@ from graphpasses._torch import pytree
 from graphpasses._torch.operator_facts import read_tensors
 
 _PIECE = 32 << 20  # bytes
-T = TypeVar("T")
 
 
 def addresses(value: Any) -> Iterator[int]:
@@ -70,7 +70,8 @@ def move_storage(tensor: Tensor, place: Tensor, moved: Callable[[Tensor], None])
     """
     storage = tensor.untyped_storage()
     _synchronize(place.device)
-    _uninterrupted(lambda: _move(storage, _bytes_of(storage), place, moved))
+    with _signals_wait():
+        _move(storage, _bytes_of(storage), place, moved)
 
 
 def move_by_host(
@@ -81,13 +82,26 @@ def move_by_host(
     ``places`` returns where in it each goes. Returns what was made; None if memory lacks, and all lies where it lay.
     """
     _synchronize(tensors[0].device)
-    return _uninterrupted(lambda: _move_by_host([each.untyped_storage() for each in tensors], make, places))
+    with _signals_wait():
+        return _move_by_host([each.untyped_storage() for each in tensors], make, places)
 
 
-def _uninterrupted(work: Callable[[], T]) -> T:
-    """Runs in a thread, which no signal reaches: an interrupted move would leave a part of a table in each place."""
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(work).result()
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Lets signals wait for the end of a block: an interrupted move would leave a part of a table in each place."""
+    came: dict[int, None] = {}
+    is_main = threading.current_thread() is threading.main_thread()  # no other runs handlers, nor may it set them
+    handlers = {each: signal.getsignal(each) for each in signal.valid_signals()} if is_main else {}
+    handlers = {each: handler for each, handler in handlers.items() if callable(handler)}
+    try:
+        for each in handlers:
+            signal.signal(each, lambda number, _: came.setdefault(number))
+        yield
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+        for number in came:
+            signal.raise_signal(number)
 
 
 def _move(storage: torch.UntypedStorage, source: Tensor, place: Tensor, moved: Callable[[Tensor], object]) -> None:
