@@ -1,4 +1,4 @@
-"""AOTAutograd and Inductor: compile a Dynamo graph with passes between, and read what values are."""
+"""AOTAutograd and Inductor: compile a Dynamo graph with passes between."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.variables import SkipFunctionVariable, TorchInGraphFunctionVariable
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._functorch import config as functorch_config
-from torch._functorch._aot_autograd import descriptors, graph_compile
+from torch._functorch._aot_autograd import graph_compile
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 from graphpasses._torch import pytree
@@ -195,8 +195,8 @@ def compile_aot_eager(
     def partition(gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         stages.joint(gm)
         keep_reads_of_written(gm)
-        with functorch_config.patch(cse=False), guessed_sizes(joint_inputs):
-            return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        with functorch_config.patch(cse=False):
+            return _MinCut()(gm, joint_inputs, **kwargs)
 
     def compiler(*rewrites: Rewrite) -> Callable[..., Any]:
         def compile_graph(gm: fx.GraphModule, *_: Any) -> Compiled:
@@ -286,6 +286,17 @@ class _Passes(CustomGraphPass):
         return self._digest
 
 
+class _MinCut(CustomPartitionerFn):
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        with guessed_sizes(joint_inputs):
+            return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> str:
+        return type(self).__qualname__
+
+
 def compile_inductor(
     module: fx.GraphModule, inputs: Sequence[Any], stages: Stages, digest: str, *, keep_order: bool
 ) -> Compiled:
@@ -329,6 +340,7 @@ def compile_inductor(
     patches: dict[str, Any] = {
         name: _and(getattr(config, name), _Passes(rewrite, digest)) for name, rewrite in ours.items()
     }
+    patches["custom_partitioner_fn"] = config.custom_partitioner_fn or _MinCut()
     if keep_order:
         patches["reorder_for_peak_memory"] = False
     # As an argument, since the backward graph may be compiled later, when the first backward runs.
@@ -360,36 +372,3 @@ def _and(theirs: Any, ours: CustomGraphPass) -> Any:
     if theirs is None:
         return ours
     return (*theirs, ours) if isinstance(theirs, (list, tuple)) else (theirs, ours)
-
-
-def is_tangent(node: fx.Node) -> bool:
-    """Whether a node of an AOTAutograd graph is the placeholder of an output's gradient, or of a part of one."""
-    desc, _ = _whole(node.meta.get("desc") if node.op == "placeholder" else None)
-    return isinstance(desc, descriptors.TangentAOTInput)
-
-
-def describe_input(node: fx.Node) -> tuple[int | None, str, str]:
-    """Says what a placeholder of an AOTAutograd graph is.
-
-    Returns the position of the Dynamo input that it is or belongs to (None if it is something else), the attribute of
-    a tensor subclass that it carries (``""`` for the tensor itself), and a description.
-    """
-    desc = node.meta.get("desc")
-    whole, attr = _whole(desc)
-    index = whole.idx if isinstance(whole, descriptors.PlainAOTInput) else None
-    return index, attr, node.name if desc is None else str(desc)
-
-
-def describe_output(desc: Any) -> tuple[int | None, str, str]:
-    """Says likewise what an output is, by the position of the input whose gradient it is."""
-    whole, attr = _whole(desc)
-    of = whole.grad_of if isinstance(whole, descriptors.GradAOTOutput) else None
-    return of.idx if isinstance(of, descriptors.PlainAOTInput) else None, attr, str(desc)
-
-
-def _whole(desc: Any) -> tuple[Any, str]:
-    """Returns what an input or output is, or what it is a part of, and the attribute that the part is there."""
-    attr = ""
-    while isinstance(desc, (descriptors.SubclassGetAttrAOTInput, descriptors.SubclassGetAttrAOTOutput)):
-        desc, attr = desc.base, desc.attr
-    return desc, attr

@@ -12,6 +12,7 @@ from torch import fx
 from torch._functorch._aot_autograd import descriptors
 from torch.utils.checkpoint import CheckpointPolicy
 
+from graphpasses._torch.aot_values import is_tangent
 from graphpasses._torch.schemas import given_arguments, written_names
 from graphpasses._torch.storage import memories
 
@@ -53,8 +54,7 @@ def _written(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     }
     backward: set[fx.Node] = set()
     for node in graph.nodes:
-        is_tangent = isinstance(node.meta.get("desc"), descriptors.TangentAOTInput)
-        if (node.op == "placeholder" and is_tangent) or not backward.isdisjoint(node.all_input_nodes):
+        if is_tangent(node) or not backward.isdisjoint(node.all_input_nodes):
             backward.add(node)
     written = {}
     for node in graph.find_nodes(op="placeholder"):

@@ -14,12 +14,8 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from graphpasses._torch.aot_autograd import (
-    added_in_this_backward,
-    backward_node,
-    describe_input,
-    describe_output,
-)
+from graphpasses._torch.aot_autograd import added_in_this_backward, backward_node
+from graphpasses._torch.aot_values import describe_input, describe_output
 from graphpasses._torch.surroundings import after_this_backward, changes_gradient, goes_on_to, never_compiled
 from graphpasses.analysis.effects import has_gradient, reached_outputs
 from graphpasses.analysis.uses import num_uses

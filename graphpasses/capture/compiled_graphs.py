@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from graphpasses._torch import pytree
-from graphpasses._torch.aot_autograd import describe_input, describe_output, is_tangent
+from graphpasses._torch.aot_values import describe_input, describe_output, is_tangent
 from graphpasses._torch.dynamo import live_inputs
 from graphpasses._torch.storage import without_functorch
 from graphpasses.capture.unrounded_gradients import keep_unrounded

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from graphpasses._torch import pytree
-from graphpasses._torch.aot_autograd import is_tangent
+from graphpasses._torch.aot_values import is_tangent
 from graphpasses._torch.symbols import example_size
 from graphpasses.analysis.effects import operator_effects
 from graphpasses.graph.nodes import named_call

@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._guards import TracingContext, tracing
+from torch._inductor import config as inductor_config
 from torch._inductor.utils import get_donated_idxs
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import graphpasses
-from graphpasses._torch.aot_autograd import _donated
+from graphpasses._torch.aot_autograd import _donated, _MinCut
 
 pytestmark = pytest.mark.slow
 
@@ -215,3 +216,22 @@ def test_a_transformer_that_nests_what_is_not_masked_is_named() -> None:
     (note,) = report.notes
     assert "transformer.py" in note
     assert "asks whether it is compiled" in note
+
+
+class Counted(_MinCut):
+    calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return super().__call__(*args, **kwargs)
+
+
+@pytest.mark.usefixtures("forget_compiled_code")
+@pytest.mark.parametrize("whose", ["ours", "the user's"])
+def test_inductor_splits_with_guessed_sizes_or_as_the_user_says(whose: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guessed by expressions, the sizes of a DLRM's lookups take half of the split."""
+    split = Counted()
+    monkeypatch.setattr("graphpasses._torch.aot_autograd._MinCut", lambda: split)
+    with inductor_config.patch(custom_partitioner_fn=Counted() if whose == "the user's" else None):
+        results(graphpasses.compile(lambda x: x.exp().sin(), inner="inductor"))
+        assert (split.calls, whose) in [(1, "ours"), (0, "the user's")]
