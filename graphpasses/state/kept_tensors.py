@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import fx, nn
@@ -19,6 +20,7 @@ from graphpasses.errors import CaptureError
 from graphpasses.state.keys import CachedFunction
 
 _MAX_DEPTH = 6
+_YOUNG, _ALL = 0, 2  # generations: what a trace made is young, and collecting all looks at all that the process has
 _NOT_OPENED = (torch.Tensor, nn.Module, FunctionType, ModuleType, type, CachedFunction)
 
 
@@ -35,18 +37,17 @@ def caches_emptied_on_error() -> Iterator[None]:
 
 def refuse_kept_tensors(traced: TracedFunction) -> None:
     """Raises if something keeps a tensor of a trace that its graph does not have, and empties caches that do."""
-    if not (kept := _kept_elsewhere(traced)):
+    mode, tensors = _kept_elsewhere(traced)
+    if not tensors or not _collected(tensors, _YOUNG):
         return
-    for each in _emptied(fake_mode_of(kept)):
+    for each in _emptied(mode):
         name = f"{each.__module__}.{getattr(each, '__qualname__', each.__wrapped__)}"  # that of a partial has no name
         raise CaptureError(
             f"{name} is a cached function (functools.lru_cache), and keeps a tensor that it made while the step was "
             "traced, which has no values. Its cache is empty again: call loss_fn once before the capture, so that it "
             "keeps a real one; a function that is called with tensors must not be cached"
         )
-    del kept
-    gc.collect()  # cycles that nothing holds
-    kept = _kept_elsewhere(traced)
+    kept = _collected(tensors, _ALL)
     for holder in _holders(kept, kept):
         tensor = next(each for each in gc.get_referents(holder) if any(each is one for one in kept))
         raise CaptureError(
@@ -56,14 +57,21 @@ def refuse_kept_tensors(traced: TracedFunction) -> None:
         )
 
 
-def _kept_elsewhere(traced: TracedFunction) -> list[torch.Tensor]:
+def _kept_elsewhere(traced: TracedFunction) -> tuple[Any, list[ref[torch.Tensor]]]:
+    """Returns the fake mode of a trace, and its tensors that the graph does not have, which this does not keep."""
     graphs = [module.graph for module in traced.gm.modules() if isinstance(module, fx.GraphModule)]
     meta = [list(node.meta.values()) for graph in graphs for node in graph.nodes]
     inputs = [each for each in traced.example_inputs if isinstance(each, torch.Tensor)]
     gradients = [each.grad for each in inputs if each.is_leaf]
     own = {id(leaf) for leaf in (*pytree.tree_leaves(meta), *inputs, *gradients)}
     mode = fake_mode_of(inputs)
-    return [] if mode is None else [each for each in fake_tensors_of(mode) if id(each) not in own]
+    return mode, [] if mode is None else [ref(each) for each in fake_tensors_of(mode) if id(each) not in own]
+
+
+def _collected(tensors: list[ref[torch.Tensor]], generation: int) -> list[torch.Tensor]:
+    """Returns which tensors are alive without the cycles that nothing holds."""
+    gc.collect(generation)
+    return [each for tensor in tensors if (each := tensor()) is not None]
 
 
 def _holders(held: list[Any], but: list[Any]) -> list[Any]:
