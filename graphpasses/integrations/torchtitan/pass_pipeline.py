@@ -21,6 +21,7 @@ from torchtitan.tools.logging import logger
 from graphpasses._torch.fake_mode import real_tensors
 from graphpasses._torchtitan import forget_wrapper_classes
 from graphpasses.capture.traced_result import read_traced_result
+from graphpasses.capture.unrounded_gradients import keep_unrounded
 from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.plan import BucketPlan
@@ -82,6 +83,7 @@ def graph_passes(traced: Any, config: Any, *, parallel_dims: Any = None) -> list
     step = read_traced_result(traced, model=trainer.model_parts[0], snapshot=watch.snapshot)
     ((plan, expected_layout),) = eager_buckets(trainer)
     step.parameters = replicated_as(step, expected_layout)
+    keep_unrounded(step, step.model)  # of those that were told only now to be reduced
     refuse_step(trainer, step, expected_layout)
     layout = None if config.compile.disable_passes else expected_layout
     on_rewritten = getattr(trainer, ON_REWRITTEN, None)
