@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dis
 import inspect
-from types import CodeType
+from types import FrameType
 
 import torch
 from torch import fx
@@ -24,25 +24,63 @@ def checked_truth() -> bool | None:
     """
     frame = inspect.currentframe()
     while frame is not None:
-        if goes_on := _truths_that_go_on(frame.f_code, frame.f_lasti):
+        if goes_on := _truths_that_go_on(frame):
             return goes_on.pop() if len(goes_on) == 1 else None
+        if frame.f_code.co_name == "__bool__" and not frame.f_globals.get("__name__", "").startswith("torch."):
+            return None  # what asks the user's class for its truth does not ask for the value's
         frame = frame.f_back
     return None
 
 
-def _truths_that_go_on(code: CodeType, offset: int) -> set[bool]:
-    """Returns for which truths of a value code does not raise; none where it does not jump by one."""
-    instructions = [each for each in dis.get_instructions(code) if each.opname not in ("CACHE", "NOT_TAKEN")]
-    index = next((index for index, each in enumerate(instructions) if each.offset == offset), None)
-    if index is not None and instructions[index].opname == "TO_BOOL":  # Python 3.13 has it before a jump
-        index += 1
-    if index is None or not {"TRUE", "FALSE"}.intersection(instructions[index].opname.split("_")):
-        return set()
-    jump = instructions[index]
+def _truths_that_go_on(frame: FrameType) -> set[bool]:
+    """Returns for which truths of a value code does not raise; none where it does not jump by one.
+
+    It jumps by the value, by ``bool(value)``, or by a call of what returns that.
+    """
+    caller: FrameType | None = frame
+    called = "bool" if "bool" not in frame.f_globals else None
+    while caller is not None:
+        instructions = [each for each in dis.get_instructions(caller.f_code) if each.opname not in _BETWEEN]
+        at = sum(each.offset <= caller.f_lasti for each in instructions) - 1  # caches behind it count as its own
+        if instructions[at].opname == "PRECALL":  # of Python 3.11, which calls some types here
+            at += 1
+        loads = _loads_called(instructions, instructions[at])
+        is_global = bool(loads) and loads[-1].opname in ("LOAD_GLOBAL", "LOAD_NAME")
+        if called and loads and loads[-1].argval == called and (caller is not frame or is_global):
+            at += 1
+        if instructions[at].opname == "TO_BOOL":  # before a jump, from Python 3.13 on
+            at += 1
+        if _is_jump(instructions[at]):
+            return _goes_on(instructions, at)
+        if instructions[at].opname != "RETURN_VALUE":
+            return set()
+        called, caller = caller.f_code.co_name, caller.f_back
+    return set()
+
+
+_BETWEEN = ("CACHE", "NOT_TAKEN")
+
+
+def _is_jump(instruction: dis.Instruction) -> bool:
+    return bool({"TRUE", "FALSE"}.intersection(instruction.opname.split("_")))
+
+
+def _loads_called(instructions: list[dis.Instruction], call: dis.Instruction) -> list[dis.Instruction]:
+    """Returns what loads the function that an instruction calls, where the call begins; none if it calls none."""
+
+    def begin(each: dis.Instruction) -> tuple[int | None, int | None] | None:
+        return each.positions and (each.positions.lineno, each.positions.col_offset)
+
+    loads = [each for each in instructions if begin(each) == begin(call) and each.opname.startswith("LOAD_")]
+    return loads if call.opname.startswith("CALL") else []
+
+
+def _goes_on(instructions: list[dis.Instruction], at: int) -> set[bool]:
+    jump = instructions[at]
     target = next(index for index, each in enumerate(instructions) if each.offset == jump.argval)
     jumps_if = "TRUE" in jump.opname
     found = {jumps_if} if not _raises(instructions[target:]) else set()
-    return found | ({not jumps_if} if not _raises(instructions[index + 1 :]) else set())
+    return found | ({not jumps_if} if not _raises(instructions[at + 1 :]) else set())
 
 
 def _raises(instructions: list[dis.Instruction]) -> bool:

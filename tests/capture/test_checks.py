@@ -49,7 +49,18 @@ def of_random_numbers(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x * noise).square().mean()
 
 
-@pytest.mark.parametrize("loss_fn", [by_if, by_assert, by_torch, of_random_numbers])
+def is_finite(x: torch.Tensor) -> bool:
+    return bool(torch.isfinite(x).all())
+
+
+def by_a_call(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x).square().mean()
+    if bool(torch.isnan(loss)) or not is_finite(loss):  # as torch.distributions has it from torch 2.15 on
+        raise ValueError
+    return loss
+
+
+@pytest.mark.parametrize("loss_fn", [by_if, by_assert, by_torch, by_a_call, of_random_numbers])
 def test_a_check_is_asserted(loss_fn: Callable[..., torch.Tensor]) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     eager = deepcopy(model)
@@ -102,7 +113,54 @@ def as_it_sets(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-@pytest.mark.parametrize("loss_fn", [in_words, by_a_number, in_a_loop, as_it_sets])
+def by_one_of_several(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    out = model(x)
+    if not any(map(is_finite, out)):
+        raise ValueError
+    return out.square().mean()
+
+
+def turned(x: torch.Tensor) -> bool:
+    return not bool(torch.isfinite(x).all())
+
+
+def by_a_call_that_turns_it(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    out = model(x)
+    if turned(out):
+        raise ValueError
+    return out.square().mean()
+
+
+def by_another_bool(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def bool(value: torch.Tensor) -> bool:
+        return not value.all()
+
+    out = model(x)
+    if bool(torch.isfinite(out)):
+        raise ValueError
+    return out.square().mean()
+
+
+class Wrong:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+    def __bool__(self) -> bool:
+        return not self.value.all()
+
+
+def by_an_object(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    out = model(x)
+    if Wrong(torch.isfinite(out)):
+        raise ValueError
+    return out.square().mean()
+
+
+REFUSED = [in_words, by_a_number, in_a_loop, as_it_sets]
+REFUSED += [by_one_of_several, by_a_call_that_turns_it, by_another_bool, by_an_object]
+
+
+@pytest.mark.parametrize("loss_fn", REFUSED)
 def test_near_misses_are_refused(loss_fn: Callable[..., torch.Tensor]) -> None:
     with pytest.raises(CaptureError, match="loss_fn decides by a tensor's value"):
         capture_train_step(loss_fn, nn.Linear(4, 1), X)
