@@ -60,6 +60,10 @@ def refuse_model(model: nn.Module) -> None:
             raise CaptureError(f"{f'module {fqn!r}' if fqn else 'the model'} {reason}")
     check_materialised(model, "before capturing its step")
     for fqn, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise CaptureError(
+                f"parameter {fqn!r} is of a lazy module, and has no shape yet; run the model once before"
+            )
         check_gradient_hooks(fqn, parameter)
     for fqn, buffer in model.named_buffers():
         if is_trained(buffer):
