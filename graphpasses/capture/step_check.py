@@ -37,7 +37,7 @@ def check_on_batch(loss_fn: Callable[..., Any], step: CapturedStep, batch: Seque
     another = FidelityError("on another rank, the step differs from eager; its message says where")
     agreed = partial(consensus.raised_together, another)
     with agreed():
-        theirs = _results(step, batch, lambda: _eager(loss_fn, step, batch))
+        theirs = _results(step, batch, lambda: run_eagerly(loss_fn, step, batch))
     with agreed():
         ours = _results(step, batch, lambda: step.run(*step.batch_structure.fresh(batch)))
     with agreed():
@@ -57,7 +57,8 @@ def find_difference(theirs: Results, ours: Results) -> str | None:
     return None
 
 
-def _eager(loss_fn: Callable[..., Any], step: CapturedStep, batch: Sequence[Any]) -> Any:
+def run_eagerly(loss_fn: Callable[..., Any], step: CapturedStep, batch: Sequence[Any]) -> Any:
+    """Does on a batch what a step captured, its update too; returns what ``loss_fn`` returns."""
     with torch.enable_grad():
         result = loss_fn(first_model(step.model), *step.batch_structure.fresh(batch))
         loss_of(result).backward()

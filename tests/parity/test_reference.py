@@ -48,6 +48,28 @@ def test_finds_the_node_and_leaves_the_model() -> None:
     assert model.emb.weight.grad.unique().tolist() == [3]
 
 
+@pytest.mark.parametrize("num_calls", [0, 2])
+def test_a_step_that_updates(num_calls: int) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.ones(2, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(batch.pop("x")).square().sum()
+
+    step, wrong = (capture_train_step(loss_fn, model, {"x": x}, optimizer=optimizer, clip_norm=0.1) for _ in range(2))
+    name = change(wrong, torch.ops.aten.gelu.default, 0, approximate="tanh")
+    for _ in range(num_calls):
+        step({"x": x})
+    weights, states, norm = weight_hash(model), len(optimizer.state), step.grad_norm
+    assert locate_step(step, loss_fn, {"x": x}).difference is None
+    found = locate_step(wrong, loss_fn, {"x": x}).difference
+    assert found is not None
+    assert found.b is not None
+    assert found.b.node == name
+    assert (weight_hash(model), len(optimizer.state)) == (weights, states)
+    assert step.grad_norm is norm
+
+
 def sharded(make: Callable[[], Any], policy: MixedPrecisionPolicy) -> Any:
     mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     torch.manual_seed(0)
