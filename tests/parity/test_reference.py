@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from graphpasses import capture_train_step, default_pipeline, weight_hash
@@ -70,13 +71,13 @@ def test_a_step_that_updates(num_calls: int) -> None:
     assert step.grad_norm is norm
 
 
-def sharded(make: Callable[[], Any], policy: MixedPrecisionPolicy) -> Any:
+def sharded(make: Callable[[], Any], policy: MixedPrecisionPolicy, shard: Any = fully_shard) -> Any:
     mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     torch.manual_seed(0)
     model = make()
     for layer in getattr(model, "layers", ()):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        shard(layer, mesh=mesh, mp_policy=policy)
+    shard(model, mesh=mesh, mp_policy=policy)
     return model
 
 
@@ -84,18 +85,19 @@ LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float3
 
 
 @pytest.mark.parametrize(
-    ("make", "policy"),
+    ("make", "policy", "shard"),
     [
-        (models.LanguageModel, LOW),  # ties, shards of other sizes
-        (models.Recomputed, MixedPrecisionPolicy()),
-        (models.Unused, LOW),
+        (models.LanguageModel, LOW, fully_shard),  # ties, shards of other sizes
+        (models.LanguageModel, LOW, replicate),
+        (models.Recomputed, MixedPrecisionPolicy(), fully_shard),
+        (models.Unused, LOW, fully_shard),
     ],
 )
-def test_no_operator_of_eager_is_missed_in_a_rewritten_graph(make: Any, policy: Any) -> None:
+def test_no_operator_of_eager_is_missed_in_a_rewritten_graph(make: Any, policy: Any, shard: Any) -> None:
     """The streams themselves have no difference, whatever passes move, merge, gather again and pack."""
 
     def play() -> list[Any]:
-        model, batch = sharded(make, policy), models.token_batch(dist.get_rank())
+        model, batch = sharded(make, policy, shard), models.token_batch(dist.get_rank())
         captured = capture_train_step(models.next_token_loss, model, *batch, check=False)
         step = default_pipeline().run(captured)
         sides = []
