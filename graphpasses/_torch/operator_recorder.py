@@ -136,6 +136,23 @@ def unseen() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def recording_paused() -> Iterator[None]:
+    """Lets the block, which traces, or computes on fake tensors, run as if no operators were recorded around it."""
+    recorder = getattr(_thread, "recorder", None)
+    if recorder is None:
+        yield
+        return
+    include: Any = torch._C._dispatch_tls_set_dispatch_key_included
+    include(_KEY, False)
+    del _thread.recorder
+    try:
+        yield
+    finally:
+        _thread.recorder = recorder
+        include(_KEY, True)
+
+
 def _call(func: Any, *args: Any, **kwargs: Any) -> Any:
     with torch._C._ExcludeDispatchKeyGuard(_KEYS):
         return _thread.recorder.record(func, args, kwargs, sys._getframe(1))

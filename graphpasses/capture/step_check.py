@@ -68,7 +68,7 @@ def run_eagerly(loss_fn: Callable[..., Any], step: CapturedStep, batch: Sequence
 
 def _results(step: CapturedStep, batch: Sequence[Any], run: Callable[[], Any]) -> Results:
     """Returns copies of all that a run leaves behind, which is put back."""
-    with put_back(step, batch), accumulators_restored(step.model, copied=True):
+    with put_back(step, batch):
         results = run_step(step.model, run)
         if step.grad_norm is not None:
             results["the norm of the gradients"] = step.grad_norm
@@ -95,10 +95,13 @@ def state_in_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> Re
 
 @contextmanager
 def put_back(step: CapturedStep, batch: Sequence[Any]) -> Iterator[None]:
-    """Puts back what is written in place: tensors, an optimizer's state, and the states of generators."""
+    """Puts back what is written in place: tensors, an optimizer's state, the states of generators, and what waits."""
     generators = [(each, each.get_state()) for each in _constants(step) if isinstance(each, torch.Generator)]
     try:
-        with values_put_back(step.model, _tensors(step, batch).values(), _optimizers(step)):
+        with (
+            values_put_back(step.model, _tensors(step, batch).values(), _optimizers(step)),
+            accumulators_restored(step.model, copied=True),
+        ):
             yield
     finally:
         for generator, drawn in generators:

@@ -13,6 +13,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from graphpasses import capture_train_step, default_pipeline, weight_hash
+from graphpasses._torch.fsdp2_accumulation import pending_gradients
 from graphpasses._torch.recorded_operator import Operator
 from graphpasses.graph import CapturedStep
 from graphpasses.parity import locate_step
@@ -69,6 +70,35 @@ def test_a_step_that_updates(num_calls: int) -> None:
     assert found.b.node == name
     assert (weight_hash(model), len(optimizer.state)) == (weights, states)
     assert step.grad_norm is norm
+
+
+def test_a_step_that_is_captured_while_operators_are_recorded() -> None:
+    """At first, and again for a batch that decides otherwise."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.ones(2, 4)
+
+    def loss_fn(model: nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return model(x).square().sum() if mask.all() else model(x).sum()
+
+    calls: list[Operator] = []
+    with operators_recorded(model, calls.append):
+        step = capture_train_step(loss_fn, model, x, torch.tensor(True))
+        step(x, torch.tensor(True))
+    assert [each.operator for each in calls].count("aten.gelu.default") == 1  # the capture's own are none of it
+    assert locate_step(step, loss_fn, x, torch.tensor(False)).difference is None
+    assert len(step.captures) == 2
+
+
+def test_gradients_that_wait_are_left() -> None:
+    def play() -> bool:
+        model, batch = sharded(models.LanguageModel, LOW), models.token_batch(dist.get_rank())
+        step = default_pipeline().run(capture_train_step(models.next_token_loss, model, *batch, check=False))
+        step.accumulate(*batch)
+        before = {name: each.clone() for name, each in pending_gradients(model).items()}
+        assert locate_step(step, models.next_token_loss, *batch).difference is None
+        after = pending_gradients(model)
+        return bool(before) and all(torch.equal(before[name], after[name]) for name in before)
+
+    assert run_cluster(play, Topology(2, gpus_per_node=2)) == [True, True]
 
 
 def sharded(make: Callable[[], Any], policy: MixedPrecisionPolicy, shard: Any = fully_shard) -> Any:
