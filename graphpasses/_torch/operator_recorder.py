@@ -66,6 +66,11 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         }
         self._nodes: dict[int, Where] = {}
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether operators are not recorded now, see :func:`recording_paused`; not for a mode."""
+        return getattr(_thread, "recorder", None) is not self
+
     def record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], caller: FrameType) -> Any:
         """Calls an operator, keeps of the call what the record is for, and returns its results."""
         raise NotImplementedError

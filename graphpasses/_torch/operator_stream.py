@@ -250,6 +250,9 @@ def _communicate(
     group: FSDPParamGroup, operator: str, original: Callable[..., None], stream: OperatorStream, *unused: Any
 ) -> None:
     """Lets a group gather or reduce, and reports it for each parameter."""
+    if stream.is_paused:
+        original(*unused)
+        return
     is_reduced = operator == REDUCE
     given: dict[Any, Tensor] = {}
     if not is_reduced and group._all_gather_result:

@@ -88,6 +88,17 @@ def test_a_step_that_is_captured_while_operators_are_recorded() -> None:
     assert len(step.captures) == 2
 
 
+def test_what_a_capture_communicates_is_not_recorded() -> None:
+    def play() -> list[str]:
+        model, batch = sharded(models.LanguageModel, LOW), models.token_batch(dist.get_rank())
+        calls: list[Operator] = []
+        with operators_recorded(model, calls.append):
+            capture_train_step(models.next_token_loss, model, *batch)
+        return [each.operator for each in calls if each.operator.startswith("fsdp.")]
+
+    assert run_cluster(play, Topology(2, gpus_per_node=2)) == [[], []]
+
+
 def test_gradients_that_wait_are_left() -> None:
     def play() -> bool:
         model, batch = sharded(models.LanguageModel, LOW), models.token_batch(dist.get_rank())
