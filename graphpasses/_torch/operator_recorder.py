@@ -66,6 +66,11 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         }
         self._nodes: dict[int, Where] = {}
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether operators are not recorded now, see :func:`recording_paused`; not for a mode."""
+        return getattr(_thread, "recorder", None) is not self
+
     def record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], caller: FrameType) -> Any:
         """Calls an operator, keeps of the call what the record is for, and returns its results."""
         raise NotImplementedError
@@ -134,6 +139,23 @@ def unseen() -> Iterator[None]:
     """Hides the operators that a block calls."""
     with torch._C._ExcludeDispatchKeyGuard(_KEYS):
         yield
+
+
+@contextmanager
+def recording_paused() -> Iterator[None]:
+    """Lets the block, which traces, or computes on fake tensors, run as if no operators were recorded around it."""
+    recorder = getattr(_thread, "recorder", None)
+    if recorder is None:
+        yield
+        return
+    include: Any = torch._C._dispatch_tls_set_dispatch_key_included
+    include(_KEY, False)
+    del _thread.recorder
+    try:
+        yield
+    finally:
+        _thread.recorder = recorder
+        include(_KEY, True)
 
 
 def _call(func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphpasses._torch import operator_facts as facts
 from graphpasses._torch.fake_mode import is_fake
-from graphpasses._torch.fsdp2 import fsdp_groups
+from graphpasses._torch.fsdp2 import fsdp_groups, replicate_group, shard_group
 from graphpasses._torch.fsdp2_accumulation import unreduced_gradient
 from graphpasses._torch.group_ranks import group_ranks
 from graphpasses._torch.operator_facts import FUNCTIONAL, NOT_THE_USERS, kind_of, memory_of, tensors
@@ -250,6 +250,9 @@ def _communicate(
     group: FSDPParamGroup, operator: str, original: Callable[..., None], stream: OperatorStream, *unused: Any
 ) -> None:
     """Lets a group gather or reduce, and reports it for each parameter."""
+    if stream.is_paused:
+        original(*unused)
+        return
     is_reduced = operator == REDUCE
     given: dict[Any, Tensor] = {}
     if not is_reduced and group._all_gather_result:
@@ -262,9 +265,8 @@ def _communicate(
     original(*unused)
     if group.device.type != "cpu":
         torch.accelerator.synchronize(group.device)
-    ranks = [group._reduce_scatter_process_group] if read else []
-    ranks += [group._all_reduce_process_group] if read and is_reduced and group._is_hsdp else []
-    options = [f"ranks={list(group_ranks(each))}" for each in ranks]
+    ranks = [shard_group(group), replicate_group(group) if is_reduced else None]
+    options = [f"ranks={list(group_ranks(each))}" for each in ranks if read and each]
     options += [f"gradient_divide_factor={group.gradient_divide_factor}"] if is_reduced else []
     phase: Phase = "reduction" if is_reduced else "forward"
     for parameter, seen in read.items():

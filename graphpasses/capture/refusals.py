@@ -60,6 +60,10 @@ def refuse_model(model: nn.Module) -> None:
             raise CaptureError(f"{f'module {fqn!r}' if fqn else 'the model'} {reason}")
     check_materialised(model, "before capturing its step")
     for fqn, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise CaptureError(
+                f"parameter {fqn!r} is of a lazy module, and has no shape yet; run the model once before"
+            )
         check_gradient_hooks(fqn, parameter)
     for fqn, buffer in model.named_buffers():
         if is_trained(buffer):
@@ -179,7 +183,8 @@ def torchs_errors_named() -> Iterator[None]:
         ) from error
 
 
-_SYMBOLIC = re.compile(r"\bSym(Int|Float|Bool)\b")
+# As Python says of them, and NumPy, which names no type.
+_SYMBOLIC = re.compile(r"\bSym(Int|Float|Bool)\b|^ufunc '")
 
 
 @contextmanager
@@ -196,8 +201,8 @@ def failures_placed() -> Iterator[None]:
         if isinstance(error, TypeError) and _SYMBOLIC.search(str(error)):
             raise CaptureError(
                 f"loss_fn reads a number of a tensor, as by .item(), and at {line_of(error)} makes it a key, formats "
-                f"it, or gives it to code in C ({error}); while a step is traced it is symbolic. Write int(n) or "
-                "float(n), by which the step decides, or return it, and do so after the step"
+                f"it, or gives it to code in C ({error}); while a step is traced it is symbolic. Return it, and do "
+                "so after the step; or write int(n) or float(n), by which the step decides"
             ) from error
         error.add_note(
             f"loss_fn failed at {line_of(error)}, while a capture traced it on fake tensors, which have no values. "
@@ -253,6 +258,28 @@ def _is_same_view(tensor: torch.Tensor, value: torch.Tensor) -> bool:
     tensors = tensor, value
     places = [(each.dtype, each.shape, each.stride(), each.storage_offset(), memories(each)) for each in tensors]
     return all(each.layout is torch.strided for each in tensors) and places[0] == places[1]
+
+
+@contextmanager
+def texts_refused() -> Iterator[None]:
+    """Raises if the block, which is traced, makes the text of a tensor of the trace, which has no values."""
+    formatted: Any = torch.Tensor.__format__
+    text: Any = torch.Tensor.__repr__
+
+    def refused(make: Any) -> Any:
+        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> str:
+            if not is_fake(tensor):
+                return str(make(tensor, *args, **kwargs))
+            raise CaptureError(
+                f'loss_fn makes the text of a tensor at {user_line()}, as print(x) and f"{{x:.3f}}" do, and a '
+                "captured step would not. Return the tensor beside the loss, and print it after the step"
+            )
+
+        return call
+
+    replace: Any = mock.patch.object
+    with replace(torch.Tensor, "__format__", refused(formatted)), replace(torch.Tensor, "__repr__", refused(text)):
+        yield
 
 
 @contextmanager

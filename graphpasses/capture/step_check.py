@@ -37,7 +37,7 @@ def check_on_batch(loss_fn: Callable[..., Any], step: CapturedStep, batch: Seque
     another = FidelityError("on another rank, the step differs from eager; its message says where")
     agreed = partial(consensus.raised_together, another)
     with agreed():
-        theirs = _results(step, batch, lambda: _eager(loss_fn, step, batch))
+        theirs = _results(step, batch, lambda: run_eagerly(loss_fn, step, batch))
     with agreed():
         ours = _results(step, batch, lambda: step.run(*step.batch_structure.fresh(batch)))
     with agreed():
@@ -57,7 +57,8 @@ def find_difference(theirs: Results, ours: Results) -> str | None:
     return None
 
 
-def _eager(loss_fn: Callable[..., Any], step: CapturedStep, batch: Sequence[Any]) -> Any:
+def run_eagerly(loss_fn: Callable[..., Any], step: CapturedStep, batch: Sequence[Any]) -> Any:
+    """Does on a batch what a step captured, its update too; returns what ``loss_fn`` returns."""
     with torch.enable_grad():
         result = loss_fn(first_model(step.model), *step.batch_structure.fresh(batch))
         loss_of(result).backward()
@@ -67,7 +68,7 @@ def _eager(loss_fn: Callable[..., Any], step: CapturedStep, batch: Sequence[Any]
 
 def _results(step: CapturedStep, batch: Sequence[Any], run: Callable[[], Any]) -> Results:
     """Returns copies of all that a run leaves behind, which is put back."""
-    with put_back(step, batch), accumulators_restored(step.model, copied=True):
+    with put_back(step, batch):
         results = run_step(step.model, run)
         if step.grad_norm is not None:
             results["the norm of the gradients"] = step.grad_norm
@@ -94,10 +95,13 @@ def state_in_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> Re
 
 @contextmanager
 def put_back(step: CapturedStep, batch: Sequence[Any]) -> Iterator[None]:
-    """Puts back what is written in place: tensors, an optimizer's state, and the states of generators."""
+    """Puts back what is written in place: tensors, an optimizer's state, the states of generators, and what waits."""
     generators = [(each, each.get_state()) for each in _constants(step) if isinstance(each, torch.Generator)]
     try:
-        with values_put_back(step.model, _tensors(step, batch).values(), _optimizers(step)):
+        with (
+            values_put_back(step.model, _tensors(step, batch).values(), _optimizers(step)),
+            accumulators_restored(step.model, copied=True),
+        ):
             yield
     finally:
         for generator, drawn in generators:

@@ -116,6 +116,7 @@ def trace_step(
             decisions.watched(),
             refusals.other_memory_refused(model),
             refusals.gradients_refused(model),
+            refusals.texts_refused(),
             communication_traced(model) as reductions,
             held_traced(state, dict(named_state(model)), held),
         ):

@@ -14,6 +14,7 @@ from graphpasses._torch.fake_mode import fake_copies
 from graphpasses._torch.fsdp2 import fsdp_groups, own_reduction, reshard
 from graphpasses._torch.fsdp2_accumulation import accumulation_set_aside
 from graphpasses._torch.fsdp2_tracing import prepare_for_tracing
+from graphpasses._torch.operator_recorder import recording_paused
 from graphpasses.capture.dynamic_shapes import read_dynamic_shapes
 from graphpasses.capture.oracle import check_step, has_equal_bits, why_unchecked
 from graphpasses.capture.refusals import refuse_arguments, refuse_model
@@ -128,7 +129,7 @@ def capture_train_step(
 
 def _capture_alone(loss_fn: Callable[..., Any], model: nn.Module, *batch: Any, **options: Any) -> CapturedStep:
     """Captures a step that reduces all gradients of its own batch, whatever FSDP2 keeps or is to keep now."""
-    with accumulation_set_aside(model), stages_shown():
+    with accumulation_set_aside(model), stages_shown(), recording_paused():
         return _capture(loss_fn, model, *batch, **options)
 
 

@@ -24,6 +24,7 @@ from graphpasses._torch.fake_mode import fake_mode_of
 from graphpasses._torch.fsdp2_accumulation import Accumulators, accumulation_set_aside, reducing
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses._torch.operator_facts import writes_first
+from graphpasses._torch.operator_recorder import recording_paused
 from graphpasses.errors import CaptureError
 from graphpasses.graph.kinds import GraphInput, GraphOutput, InputKind, OutputKind
 from graphpasses.graph.nodes import eliminate_dead_code, fake_value, reach
@@ -193,7 +194,7 @@ class CutSteps(Generic[S]):
             return step
         if waiting not in self._steps:
             cuts = self._check(waiting)
-            with accumulation_set_aside(self.model):
+            with accumulation_set_aside(self.model), recording_paused():
                 self._steps[waiting] = self.make(cuts.graph_for(waiting), None if waiting.kept else cuts.update)
         return self._steps[waiting]
 

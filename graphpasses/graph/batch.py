@@ -42,6 +42,8 @@ def check_leaves(leaves: Sequence[Any], captured_leaves: Sequence[tuple[str, Any
             strides = _describe(leaf, varying=dims) == _describe(captured, varying=dims)
             is_number = type(leaf) is type(captured) and type(leaf) in (int, float)
             instead = "give a number that varies in a tensor" if is_number else "pad the batch"
+            if isinstance(leaf, str):
+                instead = "leave a text that varies, as a file's name, out of the batch"
             raise BatchMismatchError(
                 f"{path} differs from the captured batch: expected {_describe(captured, strides, dims)}, "
                 f"got {_describe(leaf, strides)}. Capture a step for it, or {instead}"

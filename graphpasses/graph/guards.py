@@ -18,7 +18,9 @@ Symbol: TypeAlias = sympy.Symbol
 NO_DECISION = (
     "What only cuts, splits, counts or is returned is no decision: write x.item() for int(x) and float(x), "
     "x[:n.item()] for x[:n], x.shape[0] for len(x), bincount(x, minlength=n)[:n] for bincount(x, minlength=n), and "
-    "leave out a test that spares work where there are no rows. Else compute with torch.where, or decide outside"
+    "leave out a test that spares work where there are no rows. Nor is a check that raises: write "
+    "`if not torch.isfinite(x): raise ...` for math.isfinite(x.item()). Else compute with torch, as x.clamp(min=1) "
+    "for max(x.item(), 1) and x.exp() for math.exp(x.item()), or torch.where; or return x, and decide after the step"
 )
 """What to write instead of a decision."""
 

@@ -119,7 +119,14 @@ class Update:
 
 def clip_gradients(parameters: Iterable[torch.Tensor], clip_norm: float) -> torch.Tensor:
     """Clips gradients by torch's own function; returns the norm that all of them had, on every rank the whole."""
-    norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+    try:
+        norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise CaptureError(
+            f"torch.nn.utils.clip_grad_norm_ fails on these gradients, as it does in eager: {reason} Where "
+            "parameters are on several meshes, capture without optimizer= and clip_norm=, and clip by your own code"
+        ) from error
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 

@@ -22,6 +22,7 @@ from graphpasses.parity._local_part import (
     local_part,
     replica_weight,
 )
+from graphpasses.state.optimizers import Optimizers
 
 T = TypeVar("T")
 
@@ -155,15 +156,23 @@ def named_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     return _as_in_checkpoints((name, parameter.grad) for name, parameter in named_sharded_parameters(model))
 
 
-def named_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Returns what an optimizer keeps of a model's parameters, numbers too, by what it is and checkpoints' names."""
-    return {
-        f"optimizer's {key}{index or ''} of {name}": torch.as_tensor(value)
-        for name, parameter in _as_in_checkpoints(named_sharded_parameters(model)).items()
-        for key, values in optimizer.state.get(parameter, {}).items()
-        for index, value in enumerate(tree_leaves(values))
-        if isinstance(value, Tensor | int | float)
-    }
+def named_optimizer_state(model: nn.Module, optimizers: Optimizers) -> dict[str, Tensor]:
+    """Returns what optimizers keep of parameters, numbers too, by what it is and checkpoints' names.
+
+    Parameters that are none of the model's, as master copies in another dtype, are returned themselves, too.
+    """
+    names = {tensor: name for name, tensor in _as_in_checkpoints(named_sharded_parameters(model)).items()}
+    found: dict[str, Tensor] = {}
+    for index, (optimizer, group) in enumerate(optimizers.groups):
+        for place, parameter in enumerate(group["params"]):
+            name = names.get(parameter, f"parameter {place} of group {index}")
+            if parameter not in names:
+                found[f"optimizer's {name}"] = parameter
+            for key, values in optimizer.state.get(parameter, {}).items():
+                for number, value in enumerate(tree_leaves(values)):
+                    if isinstance(value, Tensor | int | float):
+                        found[f"optimizer's {key}{number or ''} of {name}"] = torch.as_tensor(value)
+    return found
 
 
 def _as_in_checkpoints(named: Iterable[tuple[str, T]]) -> dict[str, T]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from graphpasses.identity import unwrapped_name
 from graphpasses.parity import run_file
 from graphpasses.parity.hashing import named_gradients, named_optimizer_state, named_weights, tensor_hashes
 from graphpasses.parity.record_operators import OperatorFile
+from graphpasses.state.optimizers import Optimizers
 
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -178,7 +179,7 @@ class ParityRecorder:
         model: nn.Module | Mapping[str, Tensor],
         gradients: Mapping[str, Tensor | None] | None = None,
         *,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     ) -> None:
         """Hashes the model and its gradients as they are now, and writes the step's line.
 
@@ -190,8 +191,8 @@ class ParityRecorder:
             loss: one element; a plain tensor is each rank's own loss and all are kept. None if there is none.
             model: the module, sharded or not; or what to hash as its weights, by name.
             gradients: gradient of each parameter, by FQN (default: the ``.grad`` of a module's parameters).
-            optimizer: its state is recorded, too, beside the weights of the module; without it another state shows
-                in the weights of the next step alone.
+            optimizer: its state, or that of several, is recorded, too, beside the weights of the module; without it
+                another state shows in the weights of the next step alone.
 
         Raises:
             RunFileError: on all ranks; ``step`` does not ascend, the disk is full, JSON cannot take the step, ranks
@@ -210,7 +211,8 @@ class ParityRecorder:
             self._raise_together(self._operator_file.failure)
         if isinstance(model, nn.Module):
             gradients = named_gradients(model) if gradients is None else gradients
-            of_optimizer = {} if optimizer is None else named_optimizer_state(model, optimizer)
+            optimizers = Optimizers.of(optimizer)
+            of_optimizer = {} if optimizers is None else named_optimizer_state(model, optimizers)
             model = {**named_weights(model), **of_optimizer}
         # One call, hence one all-reduce, for both; a FQN cannot start with these marks.
         both: dict[str, Tensor | None] = {f"weight of {n}": t for n, t in model.items()}

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from graphpasses._torch.group_ranks import gathered, rank_of_world
 from graphpasses._torch.recorded_operator import Operator
-from graphpasses.capture.step_check import put_back
+from graphpasses.capture.step_check import put_back, run_eagerly
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.returned import loss_of
-from graphpasses.graph.several_models import first_model
 from graphpasses.parity.first_difference import differing, first_difference, first_of_ranks
 from graphpasses.parity.location import Location
 from graphpasses.parity.operators import OperatorStep
@@ -23,7 +22,8 @@ from graphpasses.state.live_state import live_state_restored
 def locate_step(step: CapturedStep, loss_fn: Callable[..., Tensor], *batch: Any) -> Location:
     """Finds the operator at which a captured step, rewritten or not, first differs from its eager reference.
 
-    Both run once on the live model, which is left as it was: parameters, buffers, gradients and random states.
+    Both run once on the live model, which is left as it was: parameters, buffers, gradients and random states. Where
+    the step updates, eager does so by the optimizer's own step.
     All ranks of the model call it together.
 
     Args:
@@ -32,7 +32,7 @@ def locate_step(step: CapturedStep, loss_fn: Callable[..., Tensor], *batch: Any)
         batch: as the step takes it.
 
     Returns:
-        The first difference of all ranks, the same on each; none if loss, gradients and buffers are equal.
+        The first difference of all ranks, the same on each; none if loss, gradients, weights and buffers are equal.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
@@ -47,12 +47,10 @@ def locate_step(step: CapturedStep, loss_fn: Callable[..., Tensor], *batch: Any)
         'gelu'
     """
 
-    def eager() -> Any:
-        result = loss_fn(first_model(step.model), *batch)
-        loss_of(result).backward()
-        return result
-
-    a, b = (_recorded(step, batch, run) for run in (eager, lambda: step(*batch)))
+    norm = step.grad_norm
+    runs = (lambda: run_eagerly(loss_fn, step, batch), lambda: step.run(*step.batch_structure.fresh(batch)))
+    a, b = (_recorded(step, batch, run) for run in runs)
+    step.grad_norm = norm
     found = first_difference(a, b)
     both = gathered((found, bool(differing(a.end, b.end))))
     if not any(differs for _, differs in both):

@@ -89,6 +89,11 @@ def load_task(source: str) -> Task:
             raise ImportError("it is neither a .py file nor the name of a module")
     except (ImportError, OSError, SyntaxError) as error:
         raise TaskError(f"cannot import '{source}': {error}") from error
+    except SystemExit as error:
+        raise TaskError(
+            f"'{source}' ends the program when it is imported, by sys.exit({error.code!r}); put what it runs as a "
+            'script under if __name__ == "__main__"'
+        ) from error
     if missing := [name for name in _REQUIRED if not callable(getattr(module, name, None))]:
         raise TaskError(
             f"'{source}' does not define {', '.join(f'{name}()' for name in missing)}; a task has model(), "
@@ -284,6 +289,11 @@ def _train(
                 recorder.record_passes(passes)
             for index in range(num_steps):
                 batch = task.batch(index, rank)
+                if not isinstance(batch, (tuple, list)):
+                    raise TaskError(
+                        f"batch() of task {task.name!r} returns a {type(batch).__name__}; return the arguments of "
+                        "loss_fn after the model, in a tuple, as (x,)"
+                    )
                 with recorder.operators(index, model, batch):
                     loss = loss_of(step(*batch))
                     optimizer.step()

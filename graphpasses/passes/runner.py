@@ -18,6 +18,7 @@ from typing import ClassVar, TypeVar
 from torch import fx
 
 from graphpasses._torch.fsdp2_accumulation import accumulation_set_aside
+from graphpasses._torch.operator_recorder import recording_paused
 from graphpasses.errors import GraphPassesError, PipelineError, ProofError, UnknownPassError
 from graphpasses.fsdp.traffic import graph_traffic, has_fixed_sizes
 from graphpasses.gc_pause import paused_gc
@@ -186,7 +187,8 @@ class Pipeline:
             GraphPassesError: what the passes themselves refuse.
         """
         notes = tuple(graph.notes) if graph.report is None else graph.report.notes
-        with accumulation_set_aside(graph.model), stages_shown(), paused_gc():  # passes ask how FSDP2 reduces
+        # Passes ask how FSDP2 reduces.
+        with accumulation_set_aside(graph.model), recording_paused(), stages_shown(), paused_gc():
             rewritten = graph.copy()
             folder = Path(dump) if dump is not None else None
             reports, rounded = self._rewrite(rewritten, folder, graph_diff, keeps_rounded=prove is not False)

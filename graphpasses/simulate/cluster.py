@@ -49,7 +49,8 @@ def run_cluster(fn: Callable[..., T], topology: Topology, *args: Any) -> list[T]
         What ``fn`` returned on each rank, in rank order.
 
     Raises:
-        ClusterError: a rank raised (it names the first, with its traceback; what was raised is its ``__context__``),
+        ClusterError: a rank raised (it names the first; what was raised is its ``__context__``, and unless that is an
+            error of graphpasses, the message has its traceback),
             ranks issue different collectives (it names those that issue another one than most, and both), or they
             deadlock.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from graphpasses.fsdp.layout import BucketLayout, Layout, at_world_size, dtype_bytes
-from graphpasses.fsdp.layout_diff import Move, Place, diff_layouts
+from graphpasses.fsdp.layout_diff import Move, Place, diff_layouts, layout_places
 from graphpasses.simulate.choice import Choice, choose
 from graphpasses.simulate.orders import aligned_runs, is_free, place_choice, place_runs
 from graphpasses.simulate.rings import Topology
@@ -49,7 +49,7 @@ class Prediction:
 
     topology: Topology
     reordered: tuple[Reordered, ...]  # the gradients, in the first layout's order
-    num_elements: int  # elements of all gradients
+    num_elements: int  # elements of all reductions of gradients, of either layout
 
     def __bool__(self) -> bool:
         return bool(self.reordered)
@@ -76,8 +76,9 @@ class Prediction:
         ]
         lines = aligned(rows)
         changed = sum(each.num_elements for each in self.reordered)
+        num_parameters = len({each.fqn for each in self.reordered})
         lines.append(
-            f"{changed:,} of {self.num_elements:,} elements ({self.num_bytes:,} bytes) of {len(self.reordered)} "
+            f"{changed:,} of {self.num_elements:,} elements ({self.num_bytes:,} bytes) of {num_parameters} "
             "parameters would be added in another order"
         )
         return "\n".join(lines)
@@ -113,7 +114,8 @@ def predict(a: Layout, b: Layout, topology: Topology) -> Prediction:
     Source: see :mod:`graphpasses.simulate.nccl`.
     """
     found = (find_reordered(move, topology) for move in diff_layouts(a, b).moves)
-    num_elements = sum(entry.padded_numel * num_parts(bucket) for bucket in a.buckets for entry in bucket.entries)
+    places = {**layout_places(b), **layout_places(a)}
+    num_elements = sum(place.padded_numel * num_parts(place) for place in places.values())
     return Prediction(topology, tuple(filter(None, found)), num_elements)
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from graphpasses.errors import ClusterError
+from graphpasses.errors import ClusterError, GraphPassesError
 from graphpasses.simulate.rings import Topology
 
 T = TypeVar("T")
@@ -75,7 +75,9 @@ class RankScheduler:
             except _StoppedError:
                 pass
             except BaseException as error:
-                failure = ClusterError(f"rank {rank} failed:\n{traceback.format_exc()}")
+                is_refusal = isinstance(error, GraphPassesError)  # which says itself where and why
+                why = f" {error}" if is_refusal else f"\n{traceback.format_exc()}"
+                failure = ClusterError(f"rank {rank} failed:{why}")
                 # As `raise failure from None` would: known, but printed once.
                 failure.__context__, failure.__suppress_context__ = error, True
                 self._fail(failure)

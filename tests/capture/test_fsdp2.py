@@ -345,3 +345,17 @@ def test_tensors_from_outside() -> None:
         "detach it"
     )
     assert all(parameter.grad is None for parameter in head.parameters())
+
+
+def test_clipping_that_fails_in_eager_is_named() -> None:
+    with fake_process_group(4):
+        model = LanguageModel(tied=False)
+        fully_shard(model.layers[0], mesh=make_mesh(hybrid=True))
+        fully_shard(model, mesh=make_mesh())
+        optimizer = torch.optim.SGD(model.parameters())
+        capture = partial(capture_train_step, next_token_loss, model, *token_batch(), optimizer=optimizer)
+        capture()
+        assert refused(partial(capture, clip_norm=1.0)).startswith(
+            "torch.nn.utils.clip_grad_norm_ fails on these gradients, as it does in eager: All operands in "
+            "aten.stack.default must have the same mesh"
+        )

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import CaptureError
 from graphpasses.graph import CapturedStep
+from graphpasses.graph.guards import NO_DECISION
 from graphpasses.passes import CoalesceGradReductions, DeduplicateShared
 from graphpasses.passes.runner import Pipeline
 from tests.helpers.models import same_bits
@@ -315,11 +316,6 @@ def test_without_recapture() -> None:
 
 # ---- what is refused -----------------------------------------------------------------------------------------
 
-NO_DECISION = (
-    "What only cuts, splits, counts or is returned is no decision: write x.item() for int(x) and float(x), "
-    "x[:n.item()] for x[:n], x.shape[0] for len(x), bincount(x, minlength=n)[:n] for bincount(x, minlength=n), and "
-    "leave out a test that spares work where there are no rows. Else compute with torch.where, or decide outside"
-)
 RULE = f". A captured step decides by values of the batch, of buffers and of constants alone. {NO_DECISION}"
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import namedtuple
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -104,6 +106,30 @@ def test_texts_of_numbers(make: Callable[..., Any]) -> None:
     with pytest.raises(
         FidelityError, match=r"another result\[1\].* no tensor and no number: it is built in as it was traced"
     ):
+        capture_train_step(loss_fn, nn.Linear(4, 2), X)
+
+
+@pytest.mark.parametrize(
+    ("use", "refusal"),
+    [
+        (print, r"makes the text of a tensor at .*test_loss\.py:\d+ in loss_fn, as print\(x\)"),
+        ("{:.3f}".format, "makes the text of a tensor"),
+        (lambda loss: f"{loss}", "makes the text of a tensor"),
+        (lambda loss: f"{loss.item():.3f}", r"reads a number of a tensor, .* Return it, and do so after the step"),
+        (lambda loss: np.isnan(loss.item()), "reads a number of a tensor, .* or gives it to code in C"),
+        (
+            lambda loss: math.isfinite(loss.item()),
+            r"decides .* `if not torch\.isfinite\(x\): raise \.\.\.` for math",
+        ),
+    ],
+)
+def test_texts_of_the_loss_and_numbers_given_to_code_in_c(use: Callable[[Any], object], refusal: str) -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).mean()
+        use(loss)
+        return loss
+
+    with pytest.raises(CaptureError, match=f"^loss_fn {refusal}"):
         capture_train_step(loss_fn, nn.Linear(4, 2), X)
 
 

@@ -238,6 +238,12 @@ def test_model_on_meta() -> None:
     assert refusal(mean_square, model) == "parameter or buffer 'scale'" + end
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_a_lazy_module() -> None:
+    message = "parameter 'weight' is of a lazy module, and has no shape yet; run the model once before"
+    assert refusal(mean_square, nn.LazyLinear(2)) == message
+
+
 def test_buffer_on_meta_that_is_not_saved() -> None:
     model = nn.Linear(3, 2)
     model.register_buffer("scale", torch.ones(2, device="meta"), persistent=False)

@@ -124,6 +124,7 @@ def batch(step, rank):
         ),
         ("import no_such_module", "cannot import 'task.py': No module named 'no_such_module'"),
         ("def model(:", "cannot import 'task.py': invalid syntax (task.py, line 1)"),
+        ("import sys\nsys.exit()", "'task.py' ends the program when it is imported, by sys.exit(None)"),
     ],
 )
 def test_a_task_that_is_none(task: Path, source: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,6 +146,22 @@ def test_what_fails_on_a_rank(task: Path, capsys: pytest.CaptureFixture[str]) ->
     err = capsys.readouterr().err
     assert err.startswith("graphpasses: rank 0 failed:\nTraceback")
     assert "IndexError: out of data" in err
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "def batch(step, rank): return torch.arange(10)",
+            "batch() of task 'two layers' returns a Tensor; return the ",
+        ),
+        ("def shard(model, mesh): ...", "the model has no FSDP2 parameter group; call fully_shard on it first"),
+    ],
+)
+def test_what_is_refused_on_a_rank(task: Path, source: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    task.write_text(f"{TASK}\n{source}\n")
+    assert app.main(["parity", "task.py", "--ranks", "2", "--steps", "1"]) == 2
+    assert capsys.readouterr().err.startswith(f"graphpasses: rank 0 failed: {message}")
 
 
 def test_an_interrupt(task: Path, capsys: pytest.CaptureFixture[str]) -> None:

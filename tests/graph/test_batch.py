@@ -80,9 +80,10 @@ def test_shared_memory_that_nobody_writes() -> None:
 def test_plain_values_that_differ(captured_value: object, other: object) -> None:
     step = capture_train_step(lambda model, x, value: model(x).sum(), nn.Linear(4, 1), X, captured_value)
     step(X, captured_value)
-    instead = (
-        "give a number that varies in a tensor" if type(other) is float is type(captured_value) else "pad the batch"
-    )
+    instead = {
+        str: "leave a text that varies, as a file's name, out of the batch",
+        float: "give a number that varies in a tensor",
+    }.get(type(other) if type(other) is type(captured_value) else object, "pad the batch")
     assert refused(step, X, other) == (
         f"batch[1] differs from the captured batch: expected {captured_value!r}, got {other!r}. Capture a step for "
         f"it, or {instead}"

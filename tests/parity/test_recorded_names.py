@@ -60,3 +60,26 @@ def test_the_optimizers_state_alone(tmp_path: Path, kind: type[torch.optim.Optim
     assert divergence is not None
     assert [name.partition("'")[0] for name in divergence.weights] == ["optimizer"]
     assert compare_runs(a, without).verdict == "not compared"
+
+
+def test_several_optimizers_and_parameters_that_the_model_has_not(tmp_path: Path) -> None:
+    """Of master copies in float32, which differ where the model's weights are equal."""
+    model = nn.Linear(2, 2, dtype=torch.bfloat16)
+    masters = [nn.Parameter(each.detach().float()) for each in model.parameters()]
+    optimizers = torch.optim.SGD(model.parameters()), torch.optim.AdamW(masters)
+    for each in masters:
+        each.grad = torch.ones_like(each)
+    optimizers[1].step()
+    for name, changed in (("a", None), ("b", masters[1]), ("c", optimizers[1].state[masters[1]]["exp_avg"])):
+        with ParityRecorder(tmp_path / name) as recorder, torch.no_grad():
+            if changed is not None:
+                changed.add_(1e-6)
+            recorder.record(0, None, model, optimizer=optimizers)
+            if changed is not None:
+                changed.sub_(1e-6)
+    a, *others = (read_run(tmp_path / name) for name in "abc")
+    found = [compare_runs(a, each).divergence for each in others]
+    assert [each and each.weights for each in found] == [
+        ("optimizer's parameter 1 of group 1",),
+        ("optimizer's exp_avg of parameter 1 of group 1",),
+    ]

@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from graphpasses import capture_train_step, default_pipeline, weight_hash
+from graphpasses._torch.fsdp2_accumulation import pending_gradients
 from graphpasses._torch.recorded_operator import Operator
 from graphpasses.graph import CapturedStep
 from graphpasses.parity import locate_step
@@ -48,13 +50,75 @@ def test_finds_the_node_and_leaves_the_model() -> None:
     assert model.emb.weight.grad.unique().tolist() == [3]
 
 
-def sharded(make: Callable[[], Any], policy: MixedPrecisionPolicy) -> Any:
+@pytest.mark.parametrize("num_calls", [0, 2])
+def test_a_step_that_updates(num_calls: int) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.ones(2, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(batch.pop("x")).square().sum()
+
+    step, wrong = (capture_train_step(loss_fn, model, {"x": x}, optimizer=optimizer, clip_norm=0.1) for _ in range(2))
+    name = change(wrong, torch.ops.aten.gelu.default, 0, approximate="tanh")
+    for _ in range(num_calls):
+        step({"x": x})
+    weights, states, norm = weight_hash(model), len(optimizer.state), step.grad_norm
+    assert locate_step(step, loss_fn, {"x": x}).difference is None
+    found = locate_step(wrong, loss_fn, {"x": x}).difference
+    assert found is not None
+    assert found.b is not None
+    assert found.b.node == name
+    assert (weight_hash(model), len(optimizer.state)) == (weights, states)
+    assert step.grad_norm is norm
+
+
+def test_a_step_that_is_captured_while_operators_are_recorded() -> None:
+    """At first, and again for a batch that decides otherwise."""
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.GELU()), torch.ones(2, 4)
+
+    def loss_fn(model: nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return model(x).square().sum() if mask.all() else model(x).sum()
+
+    calls: list[Operator] = []
+    with operators_recorded(model, calls.append):
+        step = capture_train_step(loss_fn, model, x, torch.tensor(True))
+        step(x, torch.tensor(True))
+    assert [each.operator for each in calls].count("aten.gelu.default") == 1  # the capture's own are none of it
+    assert locate_step(step, loss_fn, x, torch.tensor(False)).difference is None
+    assert len(step.captures) == 2
+
+
+def test_what_a_capture_communicates_is_not_recorded() -> None:
+    def play() -> list[str]:
+        model, batch = sharded(models.LanguageModel, LOW), models.token_batch(dist.get_rank())
+        calls: list[Operator] = []
+        with operators_recorded(model, calls.append):
+            capture_train_step(models.next_token_loss, model, *batch)
+        return [each.operator for each in calls if each.operator.startswith("fsdp.")]
+
+    assert run_cluster(play, Topology(2, gpus_per_node=2)) == [[], []]
+
+
+def test_gradients_that_wait_are_left() -> None:
+    def play() -> bool:
+        model, batch = sharded(models.LanguageModel, LOW), models.token_batch(dist.get_rank())
+        step = default_pipeline().run(capture_train_step(models.next_token_loss, model, *batch, check=False))
+        step.accumulate(*batch)
+        before = {name: each.clone() for name, each in pending_gradients(model).items()}
+        assert locate_step(step, models.next_token_loss, *batch).difference is None
+        after = pending_gradients(model)
+        return bool(before) and all(torch.equal(before[name], after[name]) for name in before)
+
+    assert run_cluster(play, Topology(2, gpus_per_node=2)) == [True, True]
+
+
+def sharded(make: Callable[[], Any], policy: MixedPrecisionPolicy, shard: Any = fully_shard) -> Any:
     mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     torch.manual_seed(0)
     model = make()
     for layer in getattr(model, "layers", ()):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        shard(layer, mesh=mesh, mp_policy=policy)
+    shard(model, mesh=mesh, mp_policy=policy)
     return model
 
 
@@ -62,18 +126,19 @@ LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float3
 
 
 @pytest.mark.parametrize(
-    ("make", "policy"),
+    ("make", "policy", "shard"),
     [
-        (models.LanguageModel, LOW),  # ties, shards of other sizes
-        (models.Recomputed, MixedPrecisionPolicy()),
-        (models.Unused, LOW),
+        (models.LanguageModel, LOW, fully_shard),  # ties, shards of other sizes
+        (models.LanguageModel, LOW, replicate),
+        (models.Recomputed, MixedPrecisionPolicy(), fully_shard),
+        (models.Unused, LOW, fully_shard),
     ],
 )
-def test_no_operator_of_eager_is_missed_in_a_rewritten_graph(make: Any, policy: Any) -> None:
+def test_no_operator_of_eager_is_missed_in_a_rewritten_graph(make: Any, policy: Any, shard: Any) -> None:
     """The streams themselves have no difference, whatever passes move, merge, gather again and pack."""
 
     def play() -> list[Any]:
-        model, batch = sharded(make, policy), models.token_batch(dist.get_rank())
+        model, batch = sharded(make, policy, shard), models.token_batch(dist.get_rank())
         captured = capture_train_step(models.next_token_loss, model, *batch, check=False)
         step = default_pipeline().run(captured)
         sides = []

@@ -132,6 +132,15 @@ def test_text() -> None:
     assert re.search(r"^[\d,]+ of 207,[\d,]+ elements \([\d,]+ bytes\) of \d parameters would be", text, re.MULTILINE)
 
 
+def test_replicas_against_shards() -> None:
+    """Each gradient is reduced once in either layout, by another collective."""
+    prediction = predict(layout(ORDER), layout(ORDER, collective="all_reduce"), RAIL)
+    changed = sum(each.num_elements for each in prediction.reordered)
+    assert changed == prediction.num_elements
+    assert str(prediction).splitlines()[-1].startswith(f"{changed:,} of {changed:,} elements ")
+    assert f" of {len(ORDER)} parameters would be" in str(prediction)
+
+
 def test_ranks_that_the_cluster_has_not() -> None:
     with pytest.raises(TopologyError, match="are not distinct ranks of a topology of 8 ranks"):
         predict(layout(ORDER), layout(MOVED), Topology(8, gpus_per_node=8))
