@@ -113,3 +113,23 @@ def test_a_lookup_reads_what_was_written_before(number: int) -> None:
         pytest.raises(ProofError, match="is not proved to keep output 0") if number else nullcontext(),
     ):
         compiled(*(bags(number, seed) for seed, number in enumerate((1, 2, 1))))
+
+
+@dataclass(frozen=True)
+class OneBase(GraphPass):
+    """Has a call that AOTAutograd made functional write one copy twice, and another not at all."""
+
+    name = "one-base"
+    numerics = Numerics.BITWISE
+    stages = frozenset({Stage.JOINT})
+
+    def rewrite(self, graph: TrainGraph) -> int:
+        call = next(node for node in graph.graph.nodes if "_offsets_base_index" in node.kwargs)
+        call.kwargs = {**call.kwargs, "_offsets_base_index": call.kwargs["_indices_base_index"]}
+        return 1
+
+
+def test_a_functional_call_that_writes_one_copy_twice() -> None:
+    compiled = gp.compile(Three("sgd", "sum"), pipeline=Pipeline((OneBase(),)), inner="aot_eager", prove=True)
+    with pytest.raises(ProofError, match="is not proved"):
+        compiled(*(bags(number, seed) for seed, number in enumerate((1, 2, 1))))
