@@ -262,9 +262,9 @@ def _members(call: LookupCall) -> list[_Member]:
     if not _is_cumsum_of(offsets, join):
         return []
     ids, ends, num_features, _ = join.args
-    parts: Any = [None] * len(ids) if weights is None else weights.args[0]  # type: ignore[arg-type]
     if weights is not None and (weights.target != aten.cat.default or len(weights.args) != 1 or weights.kwargs):
         return []
+    parts: Any = [None] * len(ids) if weights is None else weights.args[0]  # type: ignore[arg-type]
     starts = [0, *accumulate(num_features)]  # type: ignore[arg-type]
     layout = call.layout()
     rows = [*(layout.first_rows[start] for start in starts[1:-1]), layout.num_rows]
@@ -308,8 +308,10 @@ def _is_consistent(call: LookupCall) -> bool:
     """Whether the arguments that follow from the tables do."""
     arguments, layout = call.arguments, call.layout()
     cache = arguments["aux_tensor"][_CACHE_LOCATIONS]
+    lengths = {len(each) for each in (layout.dims, layout.first_rows, layout.weights_offsets)}
     return (
-        arguments["total_D"] == sum(layout.dims)
+        {len(layout.momentum1_offsets) or len(layout.dims)} == lengths
+        and arguments["total_D"] == sum(layout.dims)
         and arguments["max_D"] == max(layout.dims)
         and arguments["total_hash_size_bits"] == int(math.log2(layout.num_rows) + 1)
         and tuple(arguments["aux_int"][INFO_B]) == tuple(layout.info_b())
