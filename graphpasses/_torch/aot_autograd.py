@@ -28,7 +28,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from graphpasses._torch import pytree
 from graphpasses._torch.decompose import decompose
 from graphpasses._torch.dynamo import leave_optimizers
-from graphpasses._torch.fx_graphs import copy_graph, lazy_module
+from graphpasses._torch.fx_graphs import copy_module
 from graphpasses._torch.schemas import bound_arguments, writes_arguments
 from graphpasses._torch.surroundings import after_this_backward
 from graphpasses._torch.symbols import guessed_sizes
@@ -202,7 +202,7 @@ def compile_aot_eager(
         def compile_graph(gm: fx.GraphModule, *_: Any) -> Compiled:
             with stages.while_compiling():
                 (runs_as,) = [rewrite(gm) for rewrite in rewrites][-1:]
-                other = runs_as and functools.partial(runs_as, lazy_module(gm, copy_graph(gm.graph)))
+                other = runs_as and functools.partial(runs_as, copy_module(gm))
                 _call_eagers(gm)
 
             run_graph = runner(gm, other and (lambda: _call_eagers(other())))

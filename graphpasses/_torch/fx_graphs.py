@@ -52,6 +52,15 @@ def copy_graph(source: fx.Graph) -> fx.Graph:
     return result
 
 
+def copy_module(module: fx.GraphModule) -> fx.GraphModule:
+    """Returns a module of a copied graph, with copies of the graphs that it calls; tensors are shared."""
+    result = lazy_module(module, copy_graph(module.graph))
+    for name, called in [*result.named_children()]:
+        if isinstance(called, fx.GraphModule):
+            setattr(result, name, copy_module(called))
+    return result
+
+
 def lazy_module(root: torch.nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
     """Returns a module that generates its code when it is first called, or printed; ``root`` holds what it reads."""
     return _LazyModule(root, graph)

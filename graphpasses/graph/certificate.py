@@ -15,15 +15,18 @@ class Launch:
 
     call: str  # operator, arguments and dtype; and size, where ranks send as much
     group: int  # number of its process group, in the order in which a rank first launches in each
-    # What is sent, as far as that is known, in its order: inputs, and launches of the captured step.
-    contents: tuple[str, ...]
+    # What is sent, as far as that is known, in its order: inputs, and launches of the captured step or before this;
+    # each with how far it is moved from where the captured step sends it, which is empty where this rank only pads.
+    contents: Mapping[str, tuple[object, ...]]
 
     def may_meet(self, other: Launch) -> bool:
         """Whether another rank may launch ``other`` where this one launches this."""
-        known = {*self.contents} & {*other.contents}  # a rank may have a part of nothing
-        mine, theirs = ([each for each in contents if each in known] for contents in (self.contents, other.contents))
+        known = {name for name in self.contents if name in other.contents}  # a rank may have a part of nothing
+        mine, theirs = ([name for name in each.contents if name in known] for each in (self, other))
         is_like = mine == theirs and bool(mine or not (self.contents and other.contents))
-        return is_like and (self.call, self.group) == (other.call, other.group)
+        moved = ((self.contents[name], other.contents[name]) for name in known)
+        is_moved = any(one != two for one, two in moved if one and two)
+        return is_like and not is_moved and (self.call, self.group) == (other.call, other.group)
 
     def __str__(self) -> str:
         return f"{self.call} of {'; '.join(self.contents) or 'other values'}"

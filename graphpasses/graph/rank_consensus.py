@@ -146,6 +146,7 @@ def _unlike_launches(one: tuple[int, Sequence[Launch]], other: tuple[int, Sequen
     if place is None:
         return None
     mine, theirs = (str(each[place]) if place < len(each) else "nothing" for each in (launches, others))
+    theirs += ", with elements in other places" if mine == theirs else ""
     return (
         f"ranks {first} and {rank} would wait for each other, or mix what they send: as collective {place} of the "
         f"step, rank {first} launches {mine}, rank {rank} {theirs}. Run the same passes on all "

@@ -22,7 +22,7 @@ from graphpasses.graph.nodes import (
     is_collective,
     writing_operators,
 )
-from graphpasses.graph.train_graph import InputKind, OutputKind, Stage, TrainGraph
+from graphpasses.graph.train_graph import GraphInput, GraphOutput, InputKind, OutputKind, Stage, TrainGraph
 from graphpasses.ops.update_rows import UPDATE_ROWS
 
 _STATE = {InputKind.PARAMETER, InputKind.BUFFER}
@@ -48,7 +48,8 @@ class Contract:
 
     state: frozenset[str]  # canonical FQNs of the parameters and buffers that are inputs
     batch: tuple[str, ...]  # paths of the batch leaves, in order
-    num_inputs: int | None  # number of placeholders, if another runner owns the flat signature; else None
+    inputs: tuple[GraphInput, ...]  # what those are that are passed by their places
+    outputs: tuple[GraphOutput, ...]  # likewise what is returned
     gradients: frozenset[str]  # canonical FQNs of the parameters that get a gradient
     # Operators that write an argument in place, also in the step's update, wherever that is, and what may
     # replace a part of it.
@@ -56,10 +57,12 @@ class Contract:
 
     @classmethod
     def of(cls, graph: TrainGraph) -> Contract:
+        has_places = graph.fixed_signature or graph.stage is Stage.DYNAMO
         return cls(
             state=frozenset(graph.identity.canonical(item.fqn) for item in graph.inputs if item.is_state),
             batch=tuple(item.fqn for item in graph.inputs if item.kind is InputKind.BATCH),
-            num_inputs=len(graph.inputs) if graph.fixed_signature else None,
+            inputs=graph.inputs if has_places else (),
+            outputs=graph.outputs if has_places else (),
             gradients=frozenset(graph.parameters) - graph.without_gradient,
             writers=writing_operators(graph.graph).union(
                 () if graph.update is None else (str(UPDATE_ROWS), *writing_operators(graph.update.module.graph))
@@ -174,10 +177,21 @@ def _changes(what: str, before: frozenset[str], after: frozenset[str]) -> Iterat
 
 
 def _fixed_signature(checked: Verifier) -> Iterator[Broken]:
-    """Where another runner passes the flat inputs, none is removed and none is added."""
-    before, after = checked.contract.num_inputs, checked.now.num_inputs
-    if before != after:
-        yield Broken(f"left {after} placeholders of {before}; another runner passes them all (fixed_signature)")
+    """Flat inputs that another runner passes are neither removed nor added, nor called others, as outputs are not."""
+    before, after = checked.contract, checked.now
+    num_before, num_after = len(before.inputs), len(after.inputs)
+    if checked.graph.fixed_signature and num_before != num_after:
+        yield Broken(
+            f"left {num_after} placeholders of {num_before}; another runner passes them all (fixed_signature)"
+        )
+    for kind in ("inputs", "outputs"):
+        pairs = enumerate(zip(getattr(before, kind), getattr(after, kind), strict=False))
+        if (wrong := next(((index, *pair) for index, pair in pairs if pair[0] != pair[1]), None)) is not None:
+            index, one, two = wrong
+            yield Broken(
+                f"says of {kind[:-1]} {index} that it is {two.kind.value} {two.fqn!r}, which is {one.kind.value} "
+                f"{one.fqn!r}; these go by their places"
+            )
 
 
 def _gradient_like_parameter(checked: Verifier) -> Iterator[Broken]:

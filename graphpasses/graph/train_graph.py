@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
 from torch.types import py_sym_types
 
 from graphpasses._torch.fake_mode import fake_mode_of
-from graphpasses._torch.fx_graphs import copy_graph, lazy_module
+from graphpasses._torch.fx_graphs import copy_module
 from graphpasses.errors import CaptureError
 from graphpasses.graph.kinds import GraphInput, GraphOutput, InputKind, OutputKind, Stage
 from graphpasses.graph.known_values import KnownValues, summary
@@ -241,7 +241,7 @@ class TrainGraph:
         """Returns a graph that can be rewritten, with its update, apart from this; tensors and model are shared."""
         return replace(
             self,
-            module=lazy_module(self.module, copy_graph(self.graph)),
+            module=copy_module(self.module),
             update=None if self.update is None else self.update.copy(),
             report=None,
             notes=[],

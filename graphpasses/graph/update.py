@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
-from graphpasses._torch.fx_graphs import copy_graph, lazy_module
+from graphpasses._torch.fx_graphs import copy_module
 from graphpasses.errors import CaptureError
 from graphpasses.graph.kinds import GraphInput, GraphOutput, InputKind, OutputKind
 from graphpasses.graph.nodes import read_constants
@@ -70,10 +70,7 @@ class Update:
 
     def copy(self) -> Update:
         """Returns an update whose graph can be rewritten without changing this one's."""
-        graph = self.module.graph
-        return replace(
-            self, module=lazy_module(self.module, copy_graph(graph)), copied_constants=read_constants(graph)
-        )
+        return replace(self, module=copy_module(self.module), copied_constants=read_constants(self.module.graph))
 
     def moved_into(self, step: fx.GraphModule) -> Update:
         """Returns what says of a step that its own graph has the update in it."""

@@ -248,7 +248,7 @@ class Calls(Memory):
         None where it writes views of which nothing is known.
         """
         written = [view.base for view in pytree.tree_leaves([*call.writes.values()]) if view is not None]
-        overlapping: list[Hashable] = []
+        overlapping: list[Hashable] = [tuple(written)] if len({*written}) < len(written) else []
         values: dict[str, Any] = {}
         for name, view in call.writes.items():
             values[name] = pytree.tree_map(lambda each: each and call.bases[each.base], view)
@@ -270,8 +270,9 @@ class Calls(Memory):
             for index, fake in enumerate(fakes[: call.num_results])
         ]
         for index, fake in enumerate(fakes[call.num_results :]):
-            number = max(place for place, base in enumerate(written) if base == index)
-            results.append(self.opaque(node, fake, ("written", number, key)))
+            places = [place for place, base in enumerate(written) if base == index]
+            copy = self._read(call.bases[index])  # of what nobody writes
+            results.append(self.opaque(node, fake, ("written", places[-1], key)) if places else copy)
         if str(call.op) == BOUNDS_CHECK:
             count = args[_warning_of(call.op)]
             self._note_count(self._read(count), results[call.num_results + call.bases.index(count)])

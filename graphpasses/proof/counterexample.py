@@ -206,7 +206,8 @@ class _Run:
                 # Of one element of lists, one tensor is written.
                 made = done[1][call[1] if type(call[1]) is int else 0] if is_written else done[0]
                 made = made if part is None else made[part]
-                return made.reshape(-1) if isinstance(made, torch.Tensor) else made
+                # In place it is cast to the dtype of what it is written into.
+                return made.reshape(-1).to(kind[0]) if isinstance(made, torch.Tensor) else made
         raise CannotRunError(f"{key[0]} has no value on one rank")
 
     def _stand_in(self, source: int, error: Exception, kind: Any, rank: int) -> torch.Tensor:

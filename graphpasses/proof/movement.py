@@ -220,7 +220,10 @@ def _can_be_joined(parts: Any) -> bool:
 
 # ---- all-gathers --------------------------------------------------------------------------------------------------
 
-AXIOMS["all-gather"] = "an all-gather copies each rank's tensor, in the order of the ranks"
+AXIOMS["all-gather"] = (
+    "an all-gather copies each rank's tensor, in the order of the ranks; where this rank sends all of something, all "
+    "do; where it sends a part, which may be another on each rank, what comes is known by the part"
+)
 
 
 def gathered(values: Values, x: Value, num_ranks: int, group: str, shape: tuple[int, ...]) -> Value | None:
@@ -228,7 +231,9 @@ def gathered(values: Values, x: Value, num_ranks: int, group: str, shape: tuple[
         return None
     found: list[Piece] = []
     for piece in x.pieces:
-        numel = values.numel(piece.source)
-        source = values.source(Term("remote", (group,), None, (piece.source,)), numel * num_ranks)
+        numel, read = values.numel(piece.source), tuple((size, read) for size, _, read in piece.dims if read)
+        is_whole = piece.offset == 0 and math.prod(size for size, _ in read) == numel
+        part = () if is_whole else (piece.offset, read)
+        source = values.source(Term("remote", (group, *part), None, (piece.source,)), numel * num_ranks)
         found.append(piece._replace(dims=((num_ranks, x.numel, numel), *piece.dims), source=source))
     return values.moved(x.dtype, shape, joined(found))

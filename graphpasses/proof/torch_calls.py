@@ -31,6 +31,7 @@ from graphpasses.ops.join_lookups import JOIN_BAGS, SPLIT_FEATURES
 from graphpasses.proof.core.facts import Facts
 from graphpasses.proof.core.operators import AXIOMS
 from graphpasses.proof.core.values import Result, Value
+from graphpasses.proof.core.views import View
 from graphpasses.proof.evaluate import Evaluation
 from graphpasses.proof.rows import RowValues
 from graphpasses.proof.spelling import evaluated
@@ -55,6 +56,8 @@ class TorchCalls(Evaluation):
         self._context = values.source(("context",))
         self._lookups = Lookups(graph, self._reached)
         self._done.unknown = next((str(node.target) for node in self._lookups.unknown), "")
+        self._live = dict(zip(graph.placeholders, graph.live, strict=True))
+        self._tables: dict[fx.Node, Hashable] = {}  # by lookup, what the graph has written into its tables before
 
     def evaluate_node(self, node: fx.Node) -> Result:
         """Returns the value of a node, after those before it, and notes which values with a gradient it reads."""
@@ -80,19 +83,22 @@ class TorchCalls(Evaluation):
         if node.target is SET_GRAD_ENABLED:
             return None  # what follows says in which mode it runs
         mode = (self._modes[node], self._context)
+        key: Any
         if node.target == aten.clone.default and not node.kwargs:
             return self._read(argument(node))
         if node in self._lookups:  # it writes its tables in backward
-            return self.opaque(node, self._facts[node], (*self._lookups.key(node, self._argument), *mode))
+            self._tables[node] = self._written_tables(node)
+            key = (*self._lookups.key(node, self._argument), self._tables[node], *mode)
+            return self.opaque(node, self._facts[node], key)
         parts = self._lookups.parts(node, self._argument)
         if parts is not None:
             self._axioms.add(FUSED)
-            fakes = self._facts[node]
-            return [self.opaque(node, fake, (*key, *mode)) for key, fake in zip(parts, fakes, strict=True)]
+            keys = [(*part, self._tables[argument(node)], *mode) for part in parts]
+            return [self.opaque(node, fake, part) for part, fake in zip(keys, self._facts[node], strict=True)]
         effects = torch_call_effects(node)
         written = [each.name for each in effects.writes]
         overlaps = self._overlaps(node, written) if written else ()
-        key: Hashable = (
+        key = (
             *self._call(node.target, node.args, node.kwargs),
             *mode,
             *(("overlapping", overlaps) if overlaps else ()),
@@ -102,6 +108,17 @@ class TorchCalls(Evaluation):
         key = self._after_others(effects.has_hidden_state, False, key)
         result = self.opaque(node, self._facts[node], key)
         return self._written(node, effects.writes, key, result) if effects.writes else result
+
+    def _written_tables(self, node: fx.Node) -> Hashable:
+        """Returns what the graph has written into the memory of a lookup's tables, by the names of inputs there."""
+        memory = self._memory(self._lookups.tables(node))
+        written = ((root, held.value.number) for (root, _), held in self._held.items() if root in self._live)
+        return frozenset((self._inputs[root], number) for root, number in written if self._memory(root) == memory)
+
+    def _memory(self, node: fx.Node) -> int | None:
+        """Returns where the memory of an input begins; None of what has no strides."""
+        live = self._live[node]
+        return live.untyped_storage().data_ptr() if View.of(live) is not None else None
 
 
 def _numbers(value: Result) -> Iterator[int]:
@@ -183,6 +200,10 @@ class Lookups:
     def __contains__(self, node: fx.Node) -> bool:
         return node in self._calls
 
+    def tables(self, node: fx.Node) -> fx.Node:
+        """Returns the input that has a lookup's tables."""
+        return self._calls[node].states[0]
+
     def key(self, node: fx.Node, read: Callable[[fx.Node], Any]) -> tuple[Hashable, ...]:
         """Returns what a lookup's result depends on; ``read`` returns the value of an argument."""
         call = self._calls[node]
@@ -241,9 +262,9 @@ def _members(call: LookupCall) -> list[_Member]:
     if not _is_cumsum_of(offsets, join):
         return []
     ids, ends, num_features, _ = join.args
-    parts: Any = [None] * len(ids) if weights is None else weights.args[0]  # type: ignore[arg-type]
     if weights is not None and (weights.target != aten.cat.default or len(weights.args) != 1 or weights.kwargs):
         return []
+    parts: Any = [None] * len(ids) if weights is None else weights.args[0]  # type: ignore[arg-type]
     starts = [0, *accumulate(num_features)]  # type: ignore[arg-type]
     layout = call.layout()
     rows = [*(layout.first_rows[start] for start in starts[1:-1]), layout.num_rows]
@@ -287,8 +308,10 @@ def _is_consistent(call: LookupCall) -> bool:
     """Whether the arguments that follow from the tables do."""
     arguments, layout = call.arguments, call.layout()
     cache = arguments["aux_tensor"][_CACHE_LOCATIONS]
+    lengths = {len(each) for each in (layout.dims, layout.first_rows, layout.weights_offsets)}
     return (
-        arguments["total_D"] == sum(layout.dims)
+        {len(layout.momentum1_offsets) or len(layout.dims)} == lengths
+        and arguments["total_D"] == sum(layout.dims)
         and arguments["max_D"] == max(layout.dims)
         and arguments["total_hash_size_bits"] == int(math.log2(layout.num_rows) + 1)
         and tuple(arguments["aux_int"][INFO_B]) == tuple(layout.info_b())

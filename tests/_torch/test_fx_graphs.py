@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphpasses._torch.fx_graphs import (
     _python_code,
     copy_graph,
+    copy_module,
     generate_code,
     lazy_module,
     quick_call,
@@ -285,3 +286,17 @@ def test_copies_are_torchs() -> None:
 
 def facts(node: fx.Node) -> tuple[object, ...]:
     return node.name, node.op, node.target, str(node.args), str(node.kwargs), node.type, [*node.meta]
+
+
+def test_a_copy_has_copies_of_the_graphs_that_it_calls() -> None:
+    graph, weight = fx.Graph(), nn.Parameter(torch.ones(1))
+    called = fx.symbolic_trace(lambda x: aten.sin.default(x))
+    graph.output((graph.get_attr("called"), graph.get_attr("weight")))
+    module = lazy_module({"called": called, "weight": weight}, graph)
+    copied = copy_module(module)
+    assert copied.weight is weight
+    (call,) = copied.called.graph.find_nodes(op="call_function", target=aten.sin.default)
+    call.target = aten.cos.default
+    copied.called.recompile()
+    assert copied.called(torch.zeros(1)) == 1
+    assert module.called(torch.zeros(1)) == 0

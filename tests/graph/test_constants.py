@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from torch import fx, nn
@@ -55,6 +57,15 @@ def test_a_graph_is_its_calls_and_constants() -> None:
     one, two, other = (fx.symbolic_trace(Module(torch.full((1,), number))) for number in (1.0, 1.0, 2.0))
     assert constant_bits(one) == constant_bits(two)
     assert constant_bits(one) != constant_bits(other)
+
+
+def test_a_graph_is_its_calls_of_now() -> None:
+    """A pass need not recompile what it rewrites, and what compiles it later reads its nodes."""
+    one = fx.symbolic_trace(Module(torch.ones(1)))
+    before = constant_bits(one)
+    (call,) = one.graph.find_nodes(op="call_function", target=operator.add)
+    call.target = operator.sub
+    assert constant_bits(one) != before
 
 
 def test_a_sparse_constant_passes_the_checks_between_passes() -> None:

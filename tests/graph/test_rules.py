@@ -171,6 +171,23 @@ def test_fixed_signature() -> None:
     ]
 
 
+@pytest.mark.parametrize("kind", ["inputs", "outputs"])
+def test_what_goes_by_its_place_stays_what_it_is(kind: str) -> None:
+    """The proof compares values by what inputs and outputs are said to be."""
+    graph = make(Stage.JOINT, [InputKind.VALUE, InputKind.VALUE])
+    graph.outputs = (replace(graph.outputs[0], fqn="a"),)
+
+    def rename(graph: TrainGraph) -> None:
+        first, *others = getattr(graph, kind)
+        setattr(graph, kind, (replace(first, fqn=f"{first.fqn} or b"), *others))
+
+    assert broken("fixed-signature", graph, rename) == []
+    graph.fixed_signature = True
+    assert broken("fixed-signature", graph, rename) == [
+        f"says of {kind[:-1]} 0 that it is value 'a or b or b', which is value 'a or b'; these go by their places"
+    ]
+
+
 def test_gradient_like_parameter(step: CapturedStep) -> None:
     slot = step.gradient_slots()["emb.weight"][0]
     value = step.output_values[0]

@@ -43,9 +43,10 @@ def capture(
     remembered: dict[Hashable, Any] | None = None,
     stage: Stage = Stage.STEP,
     kinds: Sequence[InputKind] = (),
+    is_fixed: bool = False,
 ) -> TrainGraph:
-    """Traces a step; rows are symbols."""
-    module = make_fx(fn, tracing_mode="symbolic")(*inputs)
+    """Traces a step; rows are symbols, unless they are fixed."""
+    module = make_fx(fn, tracing_mode="fake" if is_fixed else "symbolic")(*inputs)
     model = nn.Module()
     kinds = kinds or [InputKind.BATCH if stage is Stage.STEP else InputKind.VALUE] * len(inputs)
     num_outputs = len(module.graph.output_node().args[0])

@@ -198,6 +198,18 @@ def test_all_gather_keeps_ranks_and_elements_apart() -> None:
     assert gathered(values, x, 2, "1", (6,)) is not found
 
 
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_all_gather_of_a_part(first: int) -> None:
+    """Rank 0 may send the beginning where rank 1 sends the end: it is no part of what comes where all send all."""
+    values = Values()
+    x = values.tensor(torch.float32, (4,), values.source(("input", X), 4))
+    slice_ = RULES[aten.slice.Tensor][1]
+    part = slice_(values, None, x, 0, first, first + 2)
+    some, all_ = gathered(values, part, 2, "0", (2, 2)), gathered(values, x, 2, "0", (2, 4))
+    assert some is gathered(values, part, 2, "0", (2, 2))
+    assert some is not slice_(values, None, all_, 1, first, first + 2)
+
+
 def exchanged(sent: list[Tensor], splits: list[list[int]]) -> list[Tensor]:
     """Returns what an all-to-all brings each rank; ``splits`` says, per rank, how many rows it sends to each."""
     parts = [tensor.split(rows) for tensor, rows in zip(sent, splits, strict=True)]

@@ -108,3 +108,19 @@ def test_complex_quotient_in_place_is_another(captured: CapturedStep) -> None:
         )
         == "proved"
     )
+
+
+def test_in_place_results_are_cast_where_they_are_run(captured: CapturedStep) -> None:
+    """No rule knows that it is the same, but it is not called another."""
+
+    def added(in_place: bool) -> Callable[[Code], fx.Node]:
+        def make(code: Code) -> fx.Node:
+            half = code._to_copy_default(code.x, dtype=torch.bfloat16)
+            if in_place:
+                return code.add__Tensor(code.mul_Tensor(half, 3.0), code.x)
+            total = code.add_Tensor(code.mul_Tensor(half, 3.0), code.x)
+            return code._to_copy_default(total, dtype=torch.bfloat16)
+
+        return make
+
+    assert answer(captured, added(True), added(False)) == "not proved"

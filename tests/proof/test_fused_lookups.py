@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -14,7 +15,8 @@ pytest.importorskip("torchrec")
 
 import graphpasses as gp
 from graphpasses.errors import ProofError
-from graphpasses.graph import TrainGraph
+from graphpasses.fbgemm.names import UPDATING_LOOKUP
+from graphpasses.graph import Stage, TrainGraph
 from graphpasses.identity import same_bits
 from graphpasses.ops.join_lookups import SPLIT_FEATURES
 from graphpasses.passes import FuseTBE
@@ -73,4 +75,61 @@ def test_exchanged_lookups_are_not() -> None:
     """Control."""
     compiled = gp.compile(Three("sgd", "sum"), pipeline=Pipeline((FuseTBE(), Exchange())), inner="aot_eager")
     with pytest.raises(ProofError, match=r"^pass 'exchange' \(after fuse-tbe\) is not proved to keep output 0"):
+        compiled(*(bags(number, seed) for seed, number in enumerate((1, 2, 1))))
+
+
+class Halved(Three):
+    """Writes a table before it looks up in another, and then in this."""
+
+    def forward(self, a: Bags, b: Bags, c: Bags) -> Tensor:
+        self.a.weights_host.mul_(0.5)
+        return self.b(*b).sum() + self.a(*a).sum() + self.c(*c).sum()
+
+
+@dataclass(frozen=True)
+class WriteLater(GraphPass):
+    """Writes the table behind one of the lookups."""
+
+    name = "write-later"
+    numerics = Numerics.BITWISE
+    stages = frozenset({Stage.DYNAMO})
+
+    number: int
+
+    def rewrite(self, graph: TrainGraph) -> int:
+        (write,) = (node for node in graph.graph.nodes if node.target == "mul_")
+        lookups = [node for node in graph.graph.nodes if UPDATING_LOOKUP.fullmatch(str(node.target))]
+        lookups[self.number].append(write)
+        return 1
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["another", "the lookup"])
+def test_a_lookup_reads_what_was_written_before(number: int) -> None:
+    compiled = gp.compile(
+        Halved("sgd", "sum"), pipeline=Pipeline((WriteLater(number),)), inner="aot_eager", prove=True
+    )
+    with (
+        torch.no_grad(),
+        pytest.raises(ProofError, match="is not proved to keep output 0") if number else nullcontext(),
+    ):
+        compiled(*(bags(number, seed) for seed, number in enumerate((1, 2, 1))))
+
+
+@dataclass(frozen=True)
+class OneBase(GraphPass):
+    """Has a call that AOTAutograd made functional write one copy twice, and another not at all."""
+
+    name = "one-base"
+    numerics = Numerics.BITWISE
+    stages = frozenset({Stage.JOINT})
+
+    def rewrite(self, graph: TrainGraph) -> int:
+        call = next(node for node in graph.graph.nodes if "_offsets_base_index" in node.kwargs)
+        call.kwargs = {**call.kwargs, "_offsets_base_index": call.kwargs["_indices_base_index"]}
+        return 1
+
+
+def test_a_functional_call_that_writes_one_copy_twice() -> None:
+    compiled = gp.compile(Three("sgd", "sum"), pipeline=Pipeline((OneBase(),)), inner="aot_eager", prove=True)
+    with pytest.raises(ProofError, match="is not proved"):
         compiled(*(bags(number, seed) for seed, number in enumerate((1, 2, 1))))

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import graphpasses as gp
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.errors import AgreementError
-from graphpasses.graph import TrainGraph, find_collectives
+from graphpasses.graph import WAIT, TrainGraph, argument, find_collectives
+from graphpasses.graph.certificate import find_unlike_launch
 from graphpasses.graph.nodes import wait_of
 from graphpasses.ops.pack_all_to_all import PACK
 from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import BucketAllToAll
 from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
 from tests.helpers.all_to_alls import capture, evenly
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -94,4 +98,63 @@ def test_all_to_alls_that_travel_in_another_order() -> None:
         two = gp.prove(before, after)
     assert one
     assert two
-    assert one.launches[0].contents == two.launches[0].contents[::-1] == ("launch 0", "launch 1")
+    assert [*one.launches[0].contents] == [*two.launches[0].contents][::-1] == ["launch 0", "launch 1"]
+
+
+@dataclass(frozen=True)
+class Turn(GraphPass):
+    """Exchanges the first two elements of the rows that a collective sends, and of those that it brings."""
+
+    name = "turn"
+    numerics = Numerics.BITWISE
+
+    rows: tuple[int, int]  # of what is sent, and of what comes
+
+    def rewrite(self, graph: TrainGraph) -> int:
+        launch = find_collectives(graph.graph)[0]
+        sent, wait = argument(launch), wait_of(launch)
+        users = [*wait.users]
+        with graph.graph.inserting_before(launch):
+            launch.replace_input_with(sent, self._turned(graph, sent, self.rows[0]))
+        with graph.graph.inserting_before(wait.next):
+            back = self._turned(graph, wait, self.rows[1])
+        for user in users:
+            user.replace_input_with(wait, back)
+        return 1
+
+    def _turned(self, graph: TrainGraph, node: fx.Node, num_rows: int) -> fx.Node:
+        rows = graph.emit(aten.view.default, (node, [num_rows, -1]), like=node)
+        places = ((1, 2), (0, 1), (2, rows.meta["val"].shape[1]))
+        parts = [graph.emit(aten.slice.Tensor, (rows, 1, *place), like=node) for place in places]
+        turned = graph.emit(aten.cat.default, (parts, 1), like=node)
+        return graph.emit(aten.view.default, (turned, list(node.meta["val"].shape)), like=node)
+
+
+def reduced(x: Tensor) -> Tensor:
+    return WAIT(torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", 2, dist.group.WORLD.group_name))
+
+
+def gathered(x: Tensor) -> Tensor:
+    return WAIT(torch.ops._c10d_functional.all_gather_into_tensor(x, 2, dist.group.WORLD.group_name))
+
+
+@pytest.mark.parametrize(
+    ("exchange", "rows"),
+    [(gathered, (2, 4)), (evenly, (2, 2)), (reduced, (2, 1))],
+    ids=["all-gather", "all-to-all", "reduce-scatter"],
+)
+@pytest.mark.parametrize("is_computed", [False, True])
+def test_elements_that_travel_in_another_order(
+    exchange: Callable[[Tensor], Tensor], rows: tuple[int, int], is_computed: bool
+) -> None:
+    """Likewise where the elements of one tensor stand in another order."""
+
+    def step(x: Tensor) -> list[Tensor]:
+        return [exchange(x.tanh() if is_computed else x * 1)]
+
+    with fake_process_group(2):
+        before = capture(step, torch.ones(2, 4), is_fixed=True)
+        one, two = (Pipeline(passes).run(before) for passes in ((), (Turn(rows),)))
+        launches = [gp.prove(before, after).launches for after in (before, one, two)]
+    assert find_unlike_launch(*launches[:2]) is None
+    assert find_unlike_launch(*launches[1:]) == 0
