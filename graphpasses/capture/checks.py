@@ -26,7 +26,8 @@ def checked_truth() -> bool | None:
     while frame is not None:
         if goes_on := _truths_that_go_on(frame):
             return goes_on.pop() if len(goes_on) == 1 else None
-        if frame.f_code.co_name == "__bool__" and not frame.f_globals.get("__name__", "").startswith("torch."):
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if frame.f_code.co_name == "__bool__" and package != "torch":
             return None  # what asks the user's class for its truth does not ask for the value's
         frame = frame.f_back
     return None
