@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import _config, proxy_tensor, symbolic_shapes
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
+from torch.types import py_sym_types
 from torch.utils._pytree import SequenceKey, key_get, tree_map
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -28,6 +29,11 @@ from graphpasses._torch import pytree
 def expression(size: int | torch.SymInt) -> Any:
     """Returns a size for arithmetic: a number, or an expression of symbols."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def is_read_number(value: Any) -> bool:
+    """Whether a value is a number of a tensor, which only running tells, or is computed of one."""
+    return isinstance(value, py_sym_types) and bool(free_unbacked_symbols(value))
 
 
 def example_size(size: int | torch.SymInt) -> tuple[int, int]:

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
 import math
 import operator
-import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx, nn
 
-import graphpasses
 from graphpasses._torch import symbols as traced_symbols
 from graphpasses._torch.fake_mode import is_fake, outside_tracing
 from graphpasses._torch.schemas import inner_names, is_tensor_subclass
 from graphpasses._torch.symbols import as_number, bound_symbols, value_at
 from graphpasses.analysis.effects import Effects, operator_effects
 from graphpasses.capture.checks import assert_truth, checked_truth, reads_bool
+from graphpasses.capture.traced_lines import line_of, user_line
 from graphpasses.errors import CaptureError
 from graphpasses.fbgemm.names import SIZED_BY_OFFSETS
 from graphpasses.graph import GraphInput, InputKind
@@ -193,29 +188,6 @@ def _with_margin(condition: sympy.Basic) -> sympy.Basic:
     sides = [*condition.args, *condition.free_symbols, *condition.atoms(sympy.Float)]
     margin = sympy.Float(1e-9) * sum(map(sympy.Abs, sides))
     return sympy.And(condition, sympy.Abs(condition.lhs - condition.rhs) > margin)
-
-
-def user_line() -> str:
-    """Returns the innermost line of code that runs now and is no library's that traces."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_TRACING):
-        frame = frame.f_back
-    assert frame is not None
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-
-
-def line_of(error: BaseException) -> str:
-    """Returns the innermost line that an error passed and that is no library's that traces."""
-    lines = traceback.extract_tb(error.__traceback__)
-    own = [line for line in lines if not line.filename.startswith(_TRACING)]
-    return "{0.filename}:{0.lineno} in {0.name}".format(own[-1]) if own else "an unknown line"
-
-
-_TRACING = (
-    *(f"{Path(module.__file__ or '').parent}/" for module in (torch, sympy, graphpasses)),
-    contextlib.__file__,
-    functools.__file__,
-)
 
 
 def _state(model: nn.Module) -> Iterator[tuple[GraphInput, torch.Tensor]]:

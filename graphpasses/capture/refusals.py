@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 import threading
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,8 @@ from graphpasses._torch.dynamo import COMPILED_CALL
 from graphpasses._torch.fake_mode import is_fake, watched_in_other_threads
 from graphpasses._torch.module_hooks import is_compiled
 from graphpasses._torch.storage import memories
-from graphpasses.capture.guards import line_of, user_line
+from graphpasses._torch.symbols import is_read_number
+from graphpasses.capture.traced_lines import is_traced_code, line_of, user_line
 from graphpasses.errors import CaptureError, GraphPassesError
 from graphpasses.identity import walk_modules
 from graphpasses.state.model import check_gradient_hooks, is_trained
@@ -262,23 +264,25 @@ def _is_same_view(tensor: torch.Tensor, value: torch.Tensor) -> bool:
 
 @contextmanager
 def texts_refused() -> Iterator[None]:
-    """Raises if the block, which is traced, makes the text of a tensor of the trace, which has no values."""
-    formatted: Any = torch.Tensor.__format__
-    text: Any = torch.Tensor.__repr__
+    """Raises if code of the user's, which is traced, makes the text of what has no value: a tensor, or its number."""
 
     def refused(make: Any) -> Any:
-        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> str:
-            if not is_fake(tensor):
-                return str(make(tensor, *args, **kwargs))
+        def call(value: Any, *args: Any, **kwargs: Any) -> str:
+            is_number = not isinstance(value, torch.Tensor)
+            if not (is_read_number(value) and is_traced_code(sys._getframe(1)) if is_number else is_fake(value)):
+                return str(make(value, *args, **kwargs))
+            what = "a number of a tensor" if is_number else "a tensor"
             raise CaptureError(
-                f'loss_fn makes the text of a tensor at {user_line()}, as print(x) and f"{{x:.3f}}" do, and a '
-                "captured step would not. Return the tensor beside the loss, and print it after the step"
+                f'loss_fn makes the text of {what} at {user_line()}, as print(x) and f"{{x:.3f}}" do, and a captured '
+                "step would not. Return it beside the loss, and print it after the step"
             )
 
         return call
 
-    replace: Any = mock.patch.object
-    with replace(torch.Tensor, "__format__", refused(formatted)), replace(torch.Tensor, "__repr__", refused(text)):
+    kinds: tuple[Any, ...] = (torch.Tensor, torch.SymFloat, torch.SymInt, torch.SymBool)
+    with ExitStack() as stack:
+        for kind, name in [(torch.Tensor, "__format__"), *((each, "__repr__") for each in kinds)]:
+            stack.enter_context(mock.patch.object(kind, name, refused(getattr(kind, name))))
         yield
 
 

@@ -1,0 +1,42 @@
+"""Which line of the code that is traced runs, or raised: torch, sympy and graphpasses, which trace, are left out."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import traceback
+from pathlib import Path
+from types import FrameType
+
+import sympy  # type: ignore[import-untyped]
+import torch
+
+import graphpasses
+
+_TRACING = (
+    *(f"{Path(module.__file__ or '').parent}/" for module in (torch, sympy, graphpasses)),
+    contextlib.__file__,
+    functools.__file__,
+)
+
+
+def user_line() -> str:
+    """Returns the innermost line of code that runs now and is no library's that traces."""
+    frame = inspect.currentframe()
+    while frame is not None and not is_traced_code(frame):
+        frame = frame.f_back
+    assert frame is not None
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def is_traced_code(frame: FrameType) -> bool:
+    """Whether a frame runs code that is no library's that traces: the user's, or what that calls."""
+    return not frame.f_code.co_filename.startswith(_TRACING)
+
+
+def line_of(error: BaseException) -> str:
+    """Returns the innermost line that an error passed and that is no library's that traces."""
+    lines = traceback.extract_tb(error.__traceback__)
+    own = [line for line in lines if not line.filename.startswith(_TRACING)]
+    return "{0.filename}:{0.lineno} in {0.name}".format(own[-1]) if own else "an unknown line"
