@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 import threading
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -269,7 +268,8 @@ def texts_refused() -> Iterator[None]:
     def refused(make: Any) -> Any:
         def call(value: Any, *args: Any, **kwargs: Any) -> str:
             is_number = not isinstance(value, torch.Tensor)
-            if not (is_read_number(value) and is_traced_code(sys._getframe(1)) if is_number else is_fake(value)):
+            frame: Any = inspect.currentframe()
+            if not (is_read_number(value) and is_traced_code(frame.f_back) if is_number else is_fake(value)):
                 return str(make(value, *args, **kwargs))
             what = "a number of a tensor" if is_number else "a tensor"
             raise CaptureError(
