@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from multiprocessing import forkserver
@@ -157,6 +158,13 @@ def _start_fork_server(session: pytest.Session) -> None:
 def forget_compiled_code() -> None:
     """Lets Dynamo know nothing of the tests before."""
     torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def _examples_begin_anew(request: pytest.FixtureRequest) -> None:
+    """Lets Dynamo forget the sizes of other models with the same layers: a dim that varied once varies in all."""
+    if isinstance(request.node, pytest.DoctestItem) and "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True)
