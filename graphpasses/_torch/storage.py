@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -90,18 +90,14 @@ def move_by_host(
 def _signals_wait() -> Iterator[None]:
     """Lets signals wait for the end of a block: an interrupted move would leave a part of a table in each place."""
     came: dict[int, None] = {}
-    is_main = threading.current_thread() is threading.main_thread()  # no other runs handlers, nor may it set them
-    handlers = {each: signal.getsignal(each) for each in signal.valid_signals()} if is_main else {}
-    handlers = {each: handler for each, handler in handlers.items() if callable(handler)}
-    try:
-        for each in handlers:
-            signal.signal(each, lambda number, _: came.setdefault(number))
+    with ExitStack() as stack:  # puts back every handler, also where one that it has put back raises meanwhile
+        stack.callback(lambda: [*map(signal.raise_signal, came)])
+        if threading.current_thread() is threading.main_thread():  # no other runs handlers, nor may it set them
+            for each in signal.valid_signals():
+                if callable(handler := signal.getsignal(each)):
+                    stack.callback(signal.signal, each, handler)
+                    signal.signal(each, lambda number, _: came.setdefault(number))
         yield
-    finally:
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
-        for number in came:
-            signal.raise_signal(number)
 
 
 def _move(storage: torch.UntypedStorage, source: Tensor, place: Tensor, moved: Callable[[Tensor], object]) -> None:

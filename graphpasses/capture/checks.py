@@ -39,15 +39,14 @@ def _truths_that_go_on(frame: FrameType) -> set[bool]:
     It jumps by the value, by ``bool(value)``, or by a call of what returns that.
     """
     caller: FrameType | None = frame
-    called = "bool" if "bool" not in frame.f_globals else None
+    called = "bool" if "bool" not in frame.f_globals else ""
     while caller is not None:
         instructions = [each for each in dis.get_instructions(caller.f_code) if each.opname not in _BETWEEN]
         at = sum(each.offset <= caller.f_lasti for each in instructions) - 1  # caches behind it count as its own
         if instructions[at].opname == "PRECALL":  # of Python 3.11, which calls some types here
             at += 1
-        loads = _loads_called(instructions, instructions[at])
-        is_global = bool(loads) and loads[-1].opname in ("LOAD_GLOBAL", "LOAD_NAME")
-        if called and loads and loads[-1].argval == called and (caller is not frame or is_global):
+        load = _load_of_called(instructions, instructions[at])
+        if load and load.argval == called and (caller is not frame or load.opname in ("LOAD_GLOBAL", "LOAD_NAME")):
             at += 1
         if instructions[at].opname == "TO_BOOL":  # before a jump, from Python 3.13 on
             at += 1
@@ -66,14 +65,14 @@ def _is_jump(instruction: dis.Instruction) -> bool:
     return bool({"TRUE", "FALSE"}.intersection(instruction.opname.split("_")))
 
 
-def _loads_called(instructions: list[dis.Instruction], call: dis.Instruction) -> list[dis.Instruction]:
-    """Returns what loads the function that an instruction calls, where the call begins; none if it calls none."""
+def _load_of_called(instructions: list[dis.Instruction], call: dis.Instruction) -> dis.Instruction | None:
+    """Returns what loads the function that an instruction calls, where the call begins; None if it calls none."""
 
     def begin(each: dis.Instruction) -> tuple[int | None, int | None] | None:
         return each.positions and (each.positions.lineno, each.positions.col_offset)
 
     loads = [each for each in instructions if begin(each) == begin(call) and each.opname.startswith("LOAD_")]
-    return loads if call.opname.startswith("CALL") else []
+    return loads[-1] if loads and call.opname.startswith("CALL") else None
 
 
 def _goes_on(instructions: list[dis.Instruction], at: int) -> set[bool]:
