@@ -65,7 +65,7 @@ def read_bag_calls(graph: DynamoGraph) -> tuple[dict[fx.Node, BagCall], dict[str
             left_alone[node.name] = "its table is not a parameter of the model"
             continue
         assert isinstance(table, nn.Parameter)
-        reason = _why_not_call(node, options) or _why_not_table(table)
+        reason = _why_not_call(options) or _why_not_table(table)
         if reason is None:
             calls[node] = _bag_call(node, item.fqn, table, options)
         else:
@@ -82,15 +82,12 @@ def read_bag_calls(graph: DynamoGraph) -> tuple[dict[fx.Node, BagCall], dict[str
     return {node: call for node, call in calls.items() if call.fqn not in left_alone}, left_alone
 
 
-def _why_not_call(node: fx.Node, options: dict[str, Any]) -> str | None:
+def _why_not_call(options: dict[str, Any]) -> str | None:
     for option, value in _OFF.items():
         if options[option] != value:
             return f"TBE has no {option}={options[option]}"
     if options["mode"] == "max":
         return "TBE has no mode='max'"
-    bags, rows = (expression(each.meta["val"].size(0)) for each in (node, options["input"]))
-    if options["offsets"] is None and bags != rows:
-        return "both dims of its ids vary; give it ids in one dim, and offsets"
     return None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,7 +27,7 @@ from graphpasses._torch.operator_facts import writes_first
 from graphpasses._torch.operator_recorder import recording_paused
 from graphpasses.errors import CaptureError
 from graphpasses.graph.kinds import GraphInput, GraphOutput, InputKind, OutputKind
-from graphpasses.graph.nodes import eliminate_dead_code, fake_value, reach
+from graphpasses.graph.nodes import eliminate_dead_code, fake_value, reach, refresh_values
 from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.update import Update
 from graphpasses.identity import IdentityMap
@@ -125,7 +125,8 @@ class Cuts:
             mark.replace_all_uses_with(totals.get(place, mark.args[0]))
             graph.erase_node(mark)
         eliminate_dead_code(graph)
-        _refresh(graph, totals.values())
+        # Of a reduction in another dtype than the gradients'.
+        refresh_values(graph, totals.values())
         inputs = [*self.inputs, *(GraphInput(InputKind.UNREDUCED, place) for place in totals)]
         return lazy_module(self.module, graph), tuple(inputs), tuple(outputs)
 
@@ -286,16 +287,6 @@ def _total(graph: fx.Graph, mark: fx.Node, dtype: torch.dtype, *, is_last: bool)
     total.meta.update(mark.meta)
     total.meta["val"] = fake_value(total)
     return total
-
-
-def _refresh(graph: fx.Graph, totals: Iterable[fx.Node]) -> None:
-    """Computes again what is known of the values behind sums: of a reduction in another dtype than the gradients'."""
-    changed = set(totals)
-    for node in graph.nodes:
-        reads_changed = not changed.isdisjoint(node.all_input_nodes)
-        if node.op == "call_function" and node not in changed and reads_changed:
-            node.meta["val"] = fake_value(node)
-            changed.add(node)
 
 
 def accumulate_gradient(parameter: torch.Tensor, gradient: torch.Tensor, *, is_shared: bool) -> None:

@@ -170,6 +170,16 @@ def fake_value(node: fx.Node) -> Any:
     return value
 
 
+def refresh_values(graph: fx.Graph, changed: Iterable[fx.Node]) -> None:
+    """Computes again the fake values of what reads ``changed``, whose own are right."""
+    behind = set(changed)
+    for node in graph.nodes:
+        reads_changed = not behind.isdisjoint(node.all_input_nodes)
+        if node.op == "call_function" and node not in behind and reads_changed:
+            node.meta["val"] = fake_value(node)
+            behind.add(node)
+
+
 def storages(*nodes: fx.Node) -> set[StorageWeakRef]:
     """Returns the memory of nodes' fake values, which overlapping inputs, and some operators, share unsaid."""
     return memories([node.meta.get("val") for node in nodes])

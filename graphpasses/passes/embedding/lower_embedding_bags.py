@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from graphpasses._torch.dynamo import guard_condition, guard_identity
+from graphpasses._torch.symbols import expression
 from graphpasses.analysis.dependencies import grad_modes, place_nodes
 from graphpasses.analysis.effects import reached_outputs
 from graphpasses.analysis.levels import call_levels, grouped, independent_groups, sort_by_level
@@ -25,6 +26,7 @@ from graphpasses.embedding.fused_update import FusedUpdate
 from graphpasses.embedding.torchrec.fake_kernels import fake_kernels
 from graphpasses.fbgemm.lookups import TableLayout
 from graphpasses.graph import DynamoGraph, Stage, TrainGraph
+from graphpasses.graph.nodes import refresh_values
 from graphpasses.ops.pack_bags import PACK_BAGS
 from graphpasses.passes.runner import GraphPass, Numerics
 
@@ -174,14 +176,18 @@ def _join_columns(graph: DynamoGraph, cat: fx.Node, output: fx.Node, columns: di
 
 
 def _apply(graph: DynamoGraph, lookups: Iterable[Sequence[BagCall]], order: Sequence[fx.Node]) -> None:
-    reached = reached_outputs(graph.graph)
+    reached, renamed = reached_outputs(graph.graph), list[fx.Node]()
     place_nodes(graph.graph, order)
     for calls in lookups:
         outputs = frozenset().union(*(reached.get(call.node, ()) for call in calls))
         first = next(node for node in graph.graph.nodes if node in {call.node for call in calls})
         with graph.graph.inserting_before(first):
             output = _emit_lookup(graph, calls, outputs)
+        # Where both dims of ids vary, torch writes the number of bags, that of rows, as a quotient.
+        if any(expression(call.node.meta["val"].size(0)) != expression(output.meta["val"].size(0)) for call in calls):
+            renamed.append(output)
         _replace_calls(graph, calls, output)
+    refresh_values(graph.graph, renamed)
 
 
 @dataclass(frozen=True)
@@ -217,7 +223,7 @@ class LowerEmbeddingBags(GraphPass):
 
     Left alone and noted are tables without an optimizer in backward, or with one that has no fused form; those that
     are not float32 parameters on the CPU; calls with ``padding_idx``, ``max_norm``, ``scale_grad_by_freq``,
-    ``sparse`` or ``mode="max"``, or ids in two dims that both vary; and tables that the model also reads in other
+    ``sparse`` or ``mode="max"``; and tables that the model also reads in other
     ways, or whose calls cannot be one lookup, since eager makes one update of all. As with TorchRec's fused modules,
     a backward over several calls of the compiled model makes one update for each where eager makes one of their sum;
     so does a backward through two graphs, or through a use of the table outside of the graph.

@@ -219,6 +219,16 @@ def test_two_calls_of_one_table_are_one_update(optimizer: Any) -> None:
         torch.testing.assert_close(theirs, ours, **ROUNDING)
 
 
+def test_ids_of_which_both_dims_vary() -> None:
+    pair = Pair(Twice(lambda self, a, b: torch.cat([self.bag(a), self.other(b), a + b[:, :1]], 1)), SGD)
+    for num_bags, sizes in ((4, (3, 5)), (5, (2, 3)), (6, (4, 2))):
+        batch = [ids_of(step, num_bags * size).view(num_bags, size) for step, size in enumerate(sizes)]
+        assert same_bits(*pair.step(*batch))
+        assert (pair.num_rewrites, len(pair.lookups())) == (2, 1)
+    assert pair.report.num_graphs == 2  # the second, for all sizes
+    assert all(same_bits(*tables) for tables in pair.tables())
+
+
 def test_no_grad() -> None:
     pair = Pair(Bags(mode="sum"), ADAGRAD)
     with torch.no_grad():

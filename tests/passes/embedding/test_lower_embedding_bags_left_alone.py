@@ -45,15 +45,6 @@ def test_calls_that_tbe_does_not_know(options: dict[str, Any], reason: str) -> N
     assert pair.num_rewrites == 0
 
 
-def test_ids_of_which_both_dims_vary() -> None:
-    pair = Pair(Bags(1, mode="sum"), SGD)
-    for num_bags, size in ((4, 3), (5, 2)):
-        assert same_bits(*pair.step([(ids_of(0, num_bags * size).view(num_bags, size),)]))
-    reason = "both dims of its ids vary; give it ids in one dim, and offsets"
-    assert pair.notes == (f"bags.0.weight is looked up as before: {reason}",)
-    assert same_bits(*pair.tables()[0])
-
-
 @pytest.mark.parametrize(
     ("optimizer", "options", "reason"),
     [
