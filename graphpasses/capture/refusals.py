@@ -267,11 +267,13 @@ def texts_refused() -> Iterator[None]:
 
     def refused(make: Any) -> Any:
         def call(value: Any, *args: Any, **kwargs: Any) -> str:
-            is_number = not isinstance(value, torch.Tensor)
-            frame: Any = inspect.currentframe()
-            if not (is_read_number(value) and is_traced_code(frame.f_back) if is_number else is_fake(value)):
+            is_tensor = isinstance(value, torch.Tensor)
+            # This frame itself is kept in no variable: it would hold those below it, and their guards, in a circle.
+            writer: Any = inspect.currentframe().f_back  # type: ignore[union-attr]
+            # What torch writes, as of the arguments of an operator that it tries, nobody reads.
+            if not (is_traced_code(writer) and (is_fake(value) if is_tensor else is_read_number(value))):
                 return str(make(value, *args, **kwargs))
-            what = "a number of a tensor" if is_number else "a tensor"
+            what = "a tensor" if is_tensor else "a number of a tensor"
             raise CaptureError(
                 f'loss_fn makes the text of {what} at {user_line()}, as print(x) and f"{{x:.3f}}" do, and a captured '
                 "step would not. Return it beside the loss, and print it after the step"
