@@ -140,10 +140,20 @@ def copies_nothing(func: Any, args: Sequence[Any]) -> bool:
     return func is torch.ops.aten.clone.default and (args[0].is_conj() or args[0].is_neg())
 
 
+def autograd_node() -> str:
+    """Returns the name of the node of autograd that computes a gradient now; empty if none does."""
+    node = torch._C._current_autograd_node()
+    return "" if node is None else node.name()
+
+
+def asking(traced: Any) -> str:
+    """Returns what of torch runs now, while ``traced`` is traced: a node of autograd, or a function."""
+    return autograd_node() or str(getattr(traced.torch_fn_metadata, "__name__", traced.torch_fn_metadata))
+
+
 def accumulates() -> bool:
     """Whether autograd is about to give a leaf its gradient."""
-    node = torch._C._current_autograd_node()
-    return node is not None and node.name() == _ACCUMULATE
+    return autograd_node() == _ACCUMULATE
 
 
 def one_hot(calls: Sequence[Operator]) -> tuple[Any, int] | None:

@@ -164,6 +164,12 @@ UNDECIDED = (symbolic_shapes.GuardOnDataDependentSymNode, fake_tensor.DataDepend
 # What it raises where an operator has no fake result.
 UNTRACEABLE = (fake_tensor.DynamicOutputShapeException, fake_tensor.UnsupportedOperatorException)
 
+
+def is_of_symbols(error: Exception) -> bool:
+    """Whether code in C raises since it takes numbers alone for a size, or an index."""
+    return any(text in str(error) for text in ("symbolic sizes/strides", "got SymInt"))
+
+
 _aten = torch.ops.aten
 
 _SQUEEZES = (_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims)
@@ -195,12 +201,16 @@ class _Values(dict[sympy.Symbol, Any]):
 
 @contextmanager
 def decided_by_values(
-    value_of: Callable[[fx.GraphModule, sympy.Symbol], Any], decided: Callable[[sympy.Basic], None]
+    value_of: Callable[[fx.GraphModule, sympy.Symbol], Any],
+    decided: Callable[[sympy.Basic], None],
+    excluded: Callable[[fx.GraphModule, sympy.Symbol, list[int]], bool] = lambda traced, symbol, sizes: False,
 ) -> Iterator[fx.GraphModule]:
     """Lets the code that the block traces decide by the values that symbols have in this run.
 
     ``value_of`` gets what was traced so far, and returns None where a symbol must not decide; ``decided`` is told
-    what torch takes for true of symbols. Yields what is traced; it grows.
+    what torch takes for true of symbols. Of a size that only running tells, and which must not decide, a question may
+    have one answer for all sizes but 0 and 1: it is that if ``excluded`` returns True, which gets the size and which
+    of the two have the other answer. Yields what is traced; it grows.
     """
     mode: Any = proxy_tensor.get_proxy_mode()
     # What torch itself decides by where it propagates real tensors. Each such decision becomes a runtime assertion,
@@ -209,6 +219,7 @@ def decided_by_values(
     shape_env, traced = context.fake_mode.shape_env, mode.tracer
     values = _Values(lambda symbol: value_of(traced, symbol))
     defer, call = shape_env.guard_or_defer_runtime_assert, proxy_tensor.proxy_call
+    evaluate = shape_env._inner_evaluate_expr
     put = torch.Tensor.__setitem__
 
     def assume(condition: Any, message: str, *args: Any, **kwargs: Any) -> Any:
@@ -216,6 +227,18 @@ def decided_by_values(
         if condition.is_Equality:  # of a size, which torch takes for another than 0 and 1, to be one of these
             shape_env.size_like.discard(condition.lhs)
         return defer(condition, message, *args, **kwargs)
+
+    def answer(question: sympy.Basic, *args: Any) -> Any:
+        try:
+            return evaluate(question, *args)
+        except symbolic_shapes.GuardOnDataDependentSymNode:
+            usual = shape_env._maybe_evaluate_static(question, size_oblivious=True)
+            if usual is None or len(question.free_symbols) != 1:
+                raise
+            (symbol,) = question.free_symbols
+            if not excluded(traced, symbol, [size for size in (0, 1) if question.xreplace({symbol: size}) != usual]):
+                raise
+            return usual
 
     def in_trace(value: Any) -> Any:
         is_real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
@@ -253,6 +276,7 @@ def decided_by_values(
         patch(shape_env, "real_tensor_prop_unbacked_vals", values),
         patch(shape_env, "guard_or_defer_runtime_assert", assume),
         patch(shape_env, "_log_real_tensor_propagation", lambda *args: None),
+        patch(shape_env, "_inner_evaluate_expr", answer),
         patch(proxy_tensor, "proxy_call", traced_call),
         patch(torch.Tensor, "__setitem__", set_item),
         sizes_decided_by(shape_env, decided),
@@ -316,6 +340,14 @@ def bound_symbols(node: fx.Node) -> dict[sympy.Symbol, Any]:
 def size_path(dim: int) -> Any:
     """Returns where in a tensor the size of a dim stands, as :func:`bound_symbols` names it."""
     return symbolic_shapes.CallMethodKey("size"), SequenceKey(dim)
+
+
+def dim_at(path: Any) -> int | None:
+    """Returns of which dim of a tensor the size stands at a place; None if none does, or in what the tensor is in."""
+    match path:
+        case (symbolic_shapes.CallMethodKey(name="size"), SequenceKey(idx=dim)):
+            return int(dim)
+    return None
 
 
 def is_size(path: Any) -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dis
 import inspect
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import fx
 
-from graphpasses._torch.fake_mode import fake_call, outside_tracing
+from graphpasses._torch.fake_mode import fake_call, fake_mode_of, outside_tracing
 from graphpasses.graph.nodes import argument
 
 aten = torch.ops.aten
@@ -103,13 +104,51 @@ def reads_bool(node: fx.Node) -> bool:
 
 def assert_truth(item: fx.Node, truth: bool, where: str) -> None:
     """Adds to a traced graph that the bool of which ``item`` reads the value is as code at a line checks it."""
-    graph, condition = item.graph, argument(item)
-    origin = {key: value for key, value in item.meta.items() if key != "unbacked_bindings"}
+    condition = argument(item)
     if not truth:
-        value = condition.meta["val"]
-        condition = graph.call_function(aten.logical_not.default, (condition,))
-        with outside_tracing():
-            condition.meta = {**origin, "val": fake_call(value.fake_mode, condition.target, (value,), {})}
-    text = f"loss_fn raises an error at {where} with these values: run it eagerly to see which"
-    asserted = graph.call_function(aten._assert_async.msg, (condition, text[-_MAX_LENGTH:]))
-    asserted.meta = {**origin, "val": None}
+        condition = _call(item, aten.logical_not.default, condition)
+    _assert(item, condition, f"loss_fn raises an error at {where} with these values: run it eagerly to see which")
+
+
+# What asks for a number of elements only to spare work: its result is empty, too.
+_EMPTY_OF_EMPTY = frozenset(
+    {
+        *("dropout", "dropout1d", "dropout2d", "dropout3d"),
+        *("alpha_dropout", "feature_dropout", "feature_alpha_dropout"),
+        *("cummax", "CummaxBackward0", "cummin", "CumminBackward0", "CumsumBackward0", "LogcumsumexpBackward0"),
+        *("roll", "RollBackward0"),
+    }
+)
+
+
+def assert_not_size(node: fx.Node, dim: int, size: int, asking: str, where: str) -> None:
+    """Adds to a traced graph that a dim has not a size, 0 or 1, at which ``asking`` would go another way in eager."""
+    if size == 0 and asking in _EMPTY_OF_EMPTY:
+        return
+    number = node.graph.call_function(aten.sym_size.int, (node, dim))
+    number.meta = _origin(node) | {"val": node.meta["val"].shape[dim]}
+    number = _call(node, aten.scalar_tensor.default, number, dtype=torch.int64)
+    rows = "one row" if size else "no rows"
+    text = f"{asking} ({where}) goes another way in eager with {rows}, as were selected now: run this batch eagerly"
+    _assert(node, _call(node, aten.ne.Scalar, number, size), text)
+
+
+def _call(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    call = like.graph.call_function(target, args, kwargs)
+    values = [each.meta["val"] if isinstance(each, fx.Node) else each for each in args]
+    # The number of rows is no number yet; any has the shape and the dtype.
+    values = [0 if isinstance(each, torch.SymInt) else each for each in values]
+    mode = fake_mode_of([*values, like.meta["val"]])
+    assert mode is not None
+    with outside_tracing():
+        call.meta = _origin(like) | {"val": fake_call(mode, target, tuple(values), kwargs)}
+    return call
+
+
+def _origin(node: fx.Node) -> dict[str, Any]:
+    return {key: value for key, value in node.meta.items() if key != "unbacked_bindings"}
+
+
+def _assert(like: fx.Node, condition: fx.Node, text: str) -> None:
+    asserted = like.graph.call_function(aten._assert_async.msg, (condition, text[-_MAX_LENGTH:]))
+    asserted.meta = _origin(like) | {"val": None}

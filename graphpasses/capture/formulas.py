@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphpasses._torch.symbols import UNDECIDED
 from graphpasses.analysis.backward import is_backward
 from graphpasses.errors import CaptureError
 from graphpasses.graph.nodes import argument, fake_value, named_call
@@ -72,18 +73,22 @@ def _replace(graph: fx.Graph, call: fx.Node, formula: list[fx.Node], is_backward
     operands = {each for node in formula for each in node.all_input_nodes} - inside
     given = [each for each in operands if is_backward(each) or each.target is EAGER_GRADIENT]
     results = [node for node in formula if not inside.issuperset(node.users)]
+    refusal = CaptureError(
+        f"loss_fn calls {named_call(call)}, whose gradient autograd computes by another formula where it is "
+        "traced, and which nodes of the trace that are cannot be told. Compute it with other operators"
+    )
     if len(given) != 1 or len(results) != 1:
-        raise CaptureError(
-            f"loss_fn calls {named_call(call)}, whose gradient autograd computes by another formula where it is "
-            "traced, and which nodes of the trace that are cannot be told. Compute it with other operators"
-        )
+        raise refusal
     (gradient,), (result,) = given, results
     operand, *others = call.args
     arguments = json.dumps(others), call.kwargs.get("dtype")
     with graph.inserting_before(result):
         name = str(call.target).removeprefix("aten.")
         found = graph.call_function(EAGER_GRADIENT, (gradient, operand, name, *arguments))
-    found.meta.update({**result.meta, "val": fake_value(found)})
+    try:
+        found.meta.update({**result.meta, "val": fake_value(found)})
+    except UNDECIDED as error:  # of a number of rows that only running tells
+        raise refusal from error
     result.replace_all_uses_with(found)
     for node in reversed(formula):
         graph.erase_node(node)

@@ -14,10 +14,11 @@ from torch import fx, nn
 
 from graphpasses._torch import symbols as traced_symbols
 from graphpasses._torch.fake_mode import is_fake, outside_tracing
+from graphpasses._torch.operator_facts import asking
 from graphpasses._torch.schemas import inner_names, is_tensor_subclass
 from graphpasses._torch.symbols import as_number, bound_symbols, value_at
 from graphpasses.analysis.effects import Effects, operator_effects
-from graphpasses.capture.checks import assert_truth, checked_truth, reads_bool
+from graphpasses.capture.checks import assert_not_size, assert_truth, checked_truth, reads_bool
 from graphpasses.capture.traced_lines import line_of, user_line
 from graphpasses.errors import CaptureError
 from graphpasses.fbgemm.names import SIZED_BY_OFFSETS
@@ -51,9 +52,10 @@ class Decisions:
         self._slices = _Slices(self._inputs)
         self._values: dict[Symbol, Any] = {}
         self._decisions: list[Decision] = []
+        self._asserted: set[tuple[Symbol, int, str]] = set()  # sizes that must not be, and for what
         self._refusal = ""
         try:
-            with traced_symbols.decided_by_values(self._value_of, self._decided) as traced:
+            with traced_symbols.decided_by_values(self._value_of, self._decided, self._excluded) as traced:
                 yield
                 self.guards = self._make_guards(traced)
         except traced_symbols.UNDECIDED as error:
@@ -66,6 +68,14 @@ class Decisions:
             raise CaptureError(
                 f"loss_fn calls {error.func} at {line_of(error)}, which cannot be traced: the shape of its result "
                 "depends on values, or it has no fake kernel. Use another operator, or compute it outside"
+            ) from error
+        except (RuntimeError, IndexError) as error:
+            if not traced_symbols.is_of_symbols(error):
+                raise
+            raise CaptureError(
+                f"loss_fn calls at {line_of(error)} what takes no size that only running tells, as of the rows that "
+                "a mask selects. Use another operator, or compute it outside; of an LSTM, turn oneDNN off in both "
+                "runs, with torch.backends.mkldnn.set_flags(False)"
             ) from error
 
     def _value_of(self, traced: Any, symbol: Symbol) -> Any:
@@ -98,6 +108,19 @@ class Decisions:
             return truth
         self._refusal = f"{user_line()}, and that value {reason}"
         return None
+
+    def _excluded(self, traced: Any, symbol: Symbol, sizes: Sequence[int]) -> bool:
+        """Lets the step raise where a size that only running tells is one of these; whether it can."""
+        node, path = self._slices.bound.get(symbol, (None, ()))
+        dim = traced_symbols.dim_at(path)
+        if node is None or dim is None:
+            return False
+        asks = asking(traced)
+        for size in sizes:
+            if (symbol, size, asks) not in self._asserted:
+                self._asserted.add((symbol, size, asks))
+                assert_not_size(node, dim, size, asks, user_line())
+        return True
 
     def _decided(self, condition: sympy.Basic) -> None:
         self._decisions.append(Decision(_with_margin(condition), user_line()))

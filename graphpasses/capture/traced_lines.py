@@ -13,6 +13,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 
 import graphpasses
+from graphpasses._torch.operator_facts import autograd_node
 
 _TRACING = (
     *(f"{Path(module.__file__ or '').parent}/" for module in (torch, sympy, graphpasses)),
@@ -22,9 +23,11 @@ _TRACING = (
 
 
 def user_line() -> str:
-    """Returns the innermost line of code that runs now and is no library's that traces."""
+    """Returns the innermost line of code that runs now and is no library's that traces; or what of backward does."""
     frame = inspect.currentframe()
     while frame is not None and not is_traced_code(frame):
+        if frame.f_code.co_name == "_engine_run_backward" and (node := autograd_node()):
+            return f"{node} of backward"
         frame = frame.f_back
     assert frame is not None
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

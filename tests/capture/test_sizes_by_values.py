@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from graphpasses.capture import capture_train_step
+from graphpasses.errors import CaptureError
 
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
@@ -48,3 +49,88 @@ def test_sizes_by_values(loss_fn: Loss) -> None:
     step = capture_train_step(loss_fn, model, x)
     for factor in (1.0, 1.3, 0.6):
         assert torch.equal(step(x * factor), loss_fn(model, x * factor))
+
+
+class Selected(nn.Module):
+    """Computes of the rows that another layer selects, and as a router does."""
+
+    def __init__(self, of_rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.router, self.expert, self.of_rows = nn.Linear(4, 1), nn.Linear(4, 4), of_rows
+        nn.init.eye_(self.expert.weight)
+        nn.init.ones_(self.router.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.expert(x)[self.router(x).squeeze(1) > 4]
+        return self.of_rows(rows).square().sum() + self.expert(x).sum()
+
+
+ROWS = torch.tensor([[9.0, 8.0, 7.0, 6.0], [-9.0, 1.0, 2.0, 3.0], [5.0, 9.0, 1.0, 2.0], [-1.0, -5.0, 0.0, 1.0]])
+NONE, ONE, TWO = -ROWS.abs(), ROWS[:1].repeat(4, 1) * torch.tensor([[-1.0], [1.0], [-1.0], [-1.0]]), ROWS
+
+
+def bits_kept(of_rows: Callable[[torch.Tensor], torch.Tensor], *batches: torch.Tensor) -> list[bool]:
+    """Returns for each batch whether a captured step has eager's bits, and leaves random numbers as it does."""
+    torch.manual_seed(0)
+    model, found = Selected(of_rows), []
+    step = capture_train_step(lambda model, x: model(x), model, TWO)
+    for x in batches:
+        results = []
+        for run in (step, lambda x: model(x).backward()):
+            torch.manual_seed(1)
+            model.zero_grad()
+            run(x)
+            results.append([parameter.grad for parameter in model.expert.parameters()] + [torch.rand(2)])
+        found.append(all(map(torch.equal, *results)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "of_rows",
+    [
+        nn.Dropout(),
+        nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Dropout(), nn.Linear(8, 4)),
+        lambda rows: rows.cumsum(1),
+        lambda rows: rows.cummax(1).values.roll(1, 0),
+    ],
+)
+def test_computed_rows_of_which_there_may_be_none(of_rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    assert bits_kept(of_rows, TWO, NONE, ROWS.roll(1, 1)) == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("of_rows", "batch", "message"),
+    [
+        (
+            lambda rows: rows.logsumexp(1),
+            NONE,
+            r"^logsumexp \(.*test_sizes_by_values.py:.*\) goes another way .*no rows",
+        ),
+        (
+            lambda rows: torch.linalg.det(rows.view(-1, 2, 2)),
+            NONE,
+            r"^LinalgDetBackward0 \(.* of backward\) .* no rows",
+        ),
+        (lambda rows: rows.cumsum(0), ONE, "^CumsumBackward0 .* with one row"),
+    ],
+)
+def test_computed_rows_with_which_eager_goes_another_way(
+    of_rows: Callable[[torch.Tensor], torch.Tensor], batch: torch.Tensor, message: str
+) -> None:
+    assert bits_kept(of_rows, TWO) == [True]
+    with pytest.raises(RuntimeError, match=message):
+        bits_kept(of_rows, batch)
+
+
+def test_computed_rows_whose_number_decides() -> None:
+    with pytest.raises(CaptureError, match="decides by a tensor's value"):
+        bits_kept(lambda rows: rows if rows.shape[0] < 3 else 2 * rows)
+
+
+@pytest.mark.parametrize("of_rows", [lambda rows: rows[rows.shape[0] - 1], lambda rows: nn.LSTM(4, 4)(rows)[0]])
+def test_computed_rows_that_torch_cannot_trace(of_rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    message = (
+        r"^loss_fn calls at .*test_sizes_by_values.py:\d+ in <lambda> what takes no size that only running tells"
+    )
+    with pytest.raises(CaptureError, match=message):
+        bits_kept(of_rows)
