@@ -164,12 +164,6 @@ UNDECIDED = (symbolic_shapes.GuardOnDataDependentSymNode, fake_tensor.DataDepend
 # What it raises where an operator has no fake result.
 UNTRACEABLE = (fake_tensor.DynamicOutputShapeException, fake_tensor.UnsupportedOperatorException)
 
-
-def is_of_symbols(error: Exception) -> bool:
-    """Whether code in C raises since it takes numbers alone for a size, or an index."""
-    return any(text in str(error) for text in ("symbolic sizes/strides", "got SymInt"))
-
-
 _aten = torch.ops.aten
 
 _SQUEEZES = (_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims)

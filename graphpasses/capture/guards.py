@@ -69,14 +69,6 @@ class Decisions:
                 f"loss_fn calls {error.func} at {line_of(error)}, which cannot be traced: the shape of its result "
                 "depends on values, or it has no fake kernel. Use another operator, or compute it outside"
             ) from error
-        except (RuntimeError, IndexError) as error:
-            if not traced_symbols.is_of_symbols(error):
-                raise
-            raise CaptureError(
-                f"loss_fn calls at {line_of(error)} what takes no size that only running tells, as of the rows that "
-                "a mask selects. Use another operator, or compute it outside; of an LSTM, turn oneDNN off in both "
-                "runs, with torch.backends.mkldnn.set_flags(False)"
-            ) from error
 
     def _value_of(self, traced: Any, symbol: Symbol) -> Any:
         if symbol in self._values:

@@ -116,8 +116,16 @@ _REFUSED_MODULES: dict[type[nn.Module], str] = {
 }
 
 
+_NO_SYMBOLS = (
+    "loss_fn calls at {line} what takes no size that only running tells, as of the rows that a mask selects. Use "
+    "another operator, or compute it outside; of an LSTM, turn oneDNN off in both runs, with "
+    "torch.backends.mkldnn.set_flags(False)"
+)
 # What torch says of a step that cannot be traced, and how it is refused.
 _REFUSED_TRACES = {
+    # As torch's C++ says of a size that it takes for a number, and of such an index.
+    "symbolic sizes/strides": _NO_SYMBOLS,
+    "got SymInt": _NO_SYMBOLS,
     # As Module.to says of a parameter that is traced.
     "_apply(): Couldn't swap": (
         "forward converts or moves a module, as .to() and .half() do, which replaces its parameters: {error}. Do it "
@@ -147,7 +155,8 @@ _REFUSED_TRACES = {
     # As Tensor.numpy says of a tensor that is traced.
     ".numpy() is not supported": (
         "loss_fn reads a tensor's values at {line} by NumPy, and there are none while a step is traced. Compute with "
-        "torch instead, or outside, and give the result in the batch"
+        "torch instead, or outside, and give the result in the batch; or in an operator of your own "
+        "(torch.library.custom_op), which the step calls"
     ),
     # As an operator says whose C++ writes numbers into a tensor by itself.
     "its data is not allocated yet": (
@@ -172,7 +181,7 @@ def torchs_errors_named() -> Iterator[None]:
     """Raises what torch raises in the block, a trace, in words of the user's code."""
     try:
         yield
-    except (RuntimeError, TypeError, AssertionError) as error:
+    except (RuntimeError, TypeError, IndexError, AssertionError) as error:
         for text, refusal in _REFUSED_TRACES.items():
             if text in str(error):
                 raise CaptureError(refusal.format(error=error, line=line_of(error))) from error

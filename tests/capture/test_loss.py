@@ -234,5 +234,26 @@ def test_what_torch_cannot_trace() -> None:
     capture_train_step(spectrum, model, X, dynamic_shapes=varying).check(torch.cat([X, X]))
     assert refusal_of(lambda: capture_train_step(by_numpy, model, X)).endswith(
         " in by_numpy by NumPy, and there are none while a step is traced. Compute with torch instead, or outside, "
-        "and give the result in the batch"
+        "and give the result in the batch; or in an operator of your own (torch.library.custom_op), which the step "
+        "calls"
     )
+
+
+@torch.library.custom_op("graphpasses_tests::ranks", mutates_args=())
+def ranks_by_numpy(x: torch.Tensor) -> torch.Tensor:
+    """As the matching of DETR's loss, which SciPy computes."""
+    return torch.from_numpy(np.argsort(x.numpy(), axis=1))
+
+
+ranks_by_numpy.register_fake(lambda x: x.new_empty(x.shape, dtype=torch.int64))
+
+
+def test_an_operator_that_computes_by_numpy() -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        return (y.gather(1, ranks_by_numpy(y.detach())) * torch.arange(4)).sum()
+
+    model = nn.Linear(4, 4)
+    step = capture_train_step(loss_fn, model, X)
+    for x in (X, -X):
+        assert torch.equal(step(x), loss_fn(model, x))
