@@ -28,7 +28,7 @@ class Program:
         self._random, self._seed = random.Random(seed), seed
         self.values = self._random.sample(VALUES, self._random.choice([0, 0, 1, 2]))
         weights = {"inplace": (0, 2, 6), "pure": (5,), "random": (0, 1, 3), "control": (0, 0, 2), "autograd": (0, 3)}
-        weights |= {"parameters": (5,), "buffers": (0, 1, 4)}
+        weights |= {"parameters": (5,), "buffers": (0, 1, 4), "rows": (0, 0, 4)}
         self._weights = {name: self._random.choice(each) for name, each in weights.items()}
 
     def source(self) -> str:

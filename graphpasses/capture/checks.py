@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.nn import functional as F
 
 from graphpasses._torch.fake_mode import fake_call, fake_mode_of, outside_tracing
+from graphpasses._torch.operator_facts import autograd_node
+from graphpasses.capture.traced_lines import frames_to_user, is_traced_code
 from graphpasses.graph.nodes import argument
 
 aten = torch.ops.aten
@@ -111,20 +114,27 @@ def assert_truth(item: fx.Node, truth: bool, where: str) -> None:
 
 
 # What asks for a number of elements only to spare work: its result is empty, too.
-_EMPTY_OF_EMPTY = frozenset(
-    {
-        *("dropout", "dropout1d", "dropout2d", "dropout3d"),
-        *("alpha_dropout", "feature_dropout", "feature_alpha_dropout"),
-        *("cummax", "CummaxBackward0", "cummin", "CumminBackward0", "CumsumBackward0", "LogcumsumexpBackward0"),
-        *("roll", "RollBackward0"),
-    }
-)
+_EMPTY_OF_EMPTY = frozenset({"CummaxBackward0", "CumminBackward0", "CumsumBackward0", "LogcumsumexpBackward0"})
+_DROPOUTS: Any = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
+_CODE_OF_DROPOUTS = frozenset(dropout.__code__ for dropout in _DROPOUTS)
+
+
+def spares_work() -> bool:
+    """Whether what asks now for a number of elements returns as many: if there are none, all ways are the same."""
+    *torchs, last = frames_to_user()
+    if not is_traced_code(last):
+        return autograd_node() in _EMPTY_OF_EMPTY
+    return any(frame.f_code in _CODE_OF_DROPOUTS for frame in torchs)
+
+
+def user_asks() -> bool:
+    """Whether the user's code, or a library's that does not trace, asks for a truth now: no operator of torch."""
+    *_, asks, last = frames_to_user()
+    return is_traced_code(last) and asks.f_code is torch.SymBool.__bool__.__code__
 
 
 def assert_not_size(node: fx.Node, dim: int, size: int, asking: str, where: str) -> None:
     """Adds to a traced graph that a dim has not a size, 0 or 1, at which ``asking`` would go another way in eager."""
-    if size == 0 and asking in _EMPTY_OF_EMPTY:
-        return
     number = node.graph.call_function(aten.sym_size.int, (node, dim))
     number.meta = _origin(node) | {"val": node.meta["val"].shape[dim]}
     number = _call(node, aten.scalar_tensor.default, number, dtype=torch.int64)

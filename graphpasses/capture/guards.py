@@ -18,7 +18,14 @@ from graphpasses._torch.operator_facts import asking
 from graphpasses._torch.schemas import inner_names, is_tensor_subclass
 from graphpasses._torch.symbols import as_number, bound_symbols, value_at
 from graphpasses.analysis.effects import Effects, operator_effects
-from graphpasses.capture.checks import assert_not_size, assert_truth, checked_truth, reads_bool
+from graphpasses.capture.checks import (
+    assert_not_size,
+    assert_truth,
+    checked_truth,
+    reads_bool,
+    spares_work,
+    user_asks,
+)
 from graphpasses.capture.traced_lines import line_of, user_line
 from graphpasses.errors import CaptureError
 from graphpasses.fbgemm.names import SIZED_BY_OFFSETS
@@ -52,7 +59,7 @@ class Decisions:
         self._slices = _Slices(self._inputs)
         self._values: dict[Symbol, Any] = {}
         self._decisions: list[Decision] = []
-        self._asserted: set[tuple[Symbol, int, str]] = set()  # sizes that must not be, and for what
+        self._asserted: set[tuple[Symbol, int]] = set()  # sizes that the step asserts not to be
         self._refusal = ""
         try:
             with traced_symbols.decided_by_values(self._value_of, self._decided, self._excluded) as traced:
@@ -105,13 +112,12 @@ class Decisions:
         """Lets the step raise where a size that only running tells is one of these; whether it can."""
         node, path = self._slices.bound.get(symbol, (None, ()))
         dim = traced_symbols.dim_at(path)
-        if node is None or dim is None:
+        if node is None or dim is None or user_asks():
             return False
-        asks = asking(traced)
         for size in sizes:
-            if (symbol, size, asks) not in self._asserted:
-                self._asserted.add((symbol, size, asks))
-                assert_not_size(node, dim, size, asks, user_line())
+            if (symbol, size) not in self._asserted and (size == 1 or not spares_work()):
+                self._asserted.add((symbol, size))
+                assert_not_size(node, dim, size, asking(traced), user_line())
         return True
 
     def _decided(self, condition: sympy.Basic) -> None:

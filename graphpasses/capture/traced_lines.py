@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -24,13 +25,20 @@ _TRACING = (
 
 def user_line() -> str:
     """Returns the innermost line of code that runs now and is no library's that traces; or what of backward does."""
-    frame = inspect.currentframe()
-    while frame is not None and not is_traced_code(frame):
-        if frame.f_code.co_name == "_engine_run_backward" and (node := autograd_node()):
-            return f"{node} of backward"
-        frame = frame.f_back
-    assert frame is not None
+    *_, frame = frames_to_user()
+    if not is_traced_code(frame):
+        return f"{autograd_node()} of backward"
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def frames_to_user() -> Iterator[FrameType]:
+    """Yields the frames from the innermost to that of the user's code, or to that which runs backward, inclusive."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame
+        if is_traced_code(frame) or (frame.f_code.co_name == "_engine_run_backward" and autograd_node()):
+            return
+        frame = frame.f_back
 
 
 def is_traced_code(frame: FrameType) -> bool:
