@@ -273,14 +273,16 @@ def _with_statistics(decomposition: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _like_first(value: torch.Tensor, first: torch.Tensor, *_: Any) -> torch.Tensor:
-    return torch.empty_like(first, dtype=value.dtype) if value.shape == first.shape else value.contiguous()
+    return torch.empty_like(first, dtype=value.dtype) if _same_shape(value, first) else value.contiguous()
 
 
 def _in_format_of(index: int, value: torch.Tensor, *args: Any) -> torch.Tensor:
-    like = args[index]
-    if value.shape != like.shape:
-        return value.contiguous()
-    return value.contiguous(memory_format=torch._prims_common.suggest_memory_format(like))
+    like = torch._prims_common.suggest_memory_format(args[index]) if _same_shape(value, args[index]) else None
+    return value.contiguous(memory_format=like or torch.contiguous_format)
+
+
+def _same_shape(value: torch.Tensor, other: torch.Tensor) -> bool:
+    return value.dim() == other.dim() and value.shape == other.shape  # Python would compare sizes first
 
 
 # What FakeTensorMode does by running the meta kernel alone, with the device of the inputs. Dispatched to the mode, a

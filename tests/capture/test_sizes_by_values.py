@@ -92,6 +92,7 @@ def bits_kept(of_rows: Callable[[torch.Tensor], torch.Tensor], *batches: torch.T
         nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Dropout(), nn.Linear(8, 4)),
         lambda rows: rows.cumsum(1),
         lambda rows: rows.logcumsumexp(1),
+        lambda rows: nn.functional.layer_norm(rows, (4,)),
     ],
 )
 def test_computed_rows_of_which_there_may_be_none(of_rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -111,6 +112,7 @@ def test_computed_rows_of_which_there_may_be_none(of_rows: Callable[[torch.Tenso
             NONE,
             r"^LinalgDetBackward0 \(.* of backward\) .* no rows",
         ),
+        (lambda rows: nn.functional.batch_norm(rows, None, None, training=True), NONE, "^batch_norm .* with no rows"),
         (lambda rows: rows.cumsum(0), ONE, "^CumsumBackward0 .* with one row"),
     ],
 )
