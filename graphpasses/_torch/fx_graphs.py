@@ -22,6 +22,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph import CodeGen, PythonCode, magic_methods
 from torch.fx.node import Node, _get_qualified_name
 
+from graphpasses.errors import BatchMismatchError
 from graphpasses.gc_pause import paused_gc
 
 _LITERALS = frozenset(
@@ -95,6 +96,8 @@ def quick_call(module: Any) -> Callable[..., Any]:
         try:
             return forward(module, *values)
         except Exception as error:
+            if ANOTHER_WAY in str(error):
+                raise BatchMismatchError(str(error)) from error
             if not isinstance(error, torch.OutOfMemoryError):
                 error.add_note(_FAILED)
             raise
@@ -102,6 +105,7 @@ def quick_call(module: Any) -> Callable[..., Any]:
     return call
 
 
+ANOTHER_WAY = "goes another way in eager with"  # as assertions of captured graphs say
 _FAILED = (
     "A captured graph failed, which calls the same operators for each batch. Where loss_fn catches an error, compute "
     "without it (torch.linalg.cholesky_ex, torch.where); where a mask selects one row or none, ask for that, as in "

@@ -12,6 +12,7 @@ from torch import fx
 from torch.nn import functional as F
 
 from graphpasses._torch.fake_mode import fake_call, fake_mode_of, outside_tracing
+from graphpasses._torch.fx_graphs import ANOTHER_WAY
 from graphpasses._torch.operator_facts import autograd_node
 from graphpasses.capture.traced_lines import frames_to_user, is_traced_code
 from graphpasses.graph.nodes import argument
@@ -139,7 +140,7 @@ def assert_not_size(node: fx.Node, dim: int, size: int, asking: str, where: str)
     number.meta = _origin(node) | {"val": node.meta["val"].shape[dim]}
     number = _call(node, aten.scalar_tensor.default, number, dtype=torch.int64)
     rows = "one row" if size else "no rows"
-    text = f"{asking} ({where}) goes another way in eager with {rows}, as were selected now: run this batch eagerly"
+    text = f"{asking} ({where}) {ANOTHER_WAY} {rows}, as were selected now: run this batch eagerly"
     _assert(node, _call(node, aten.ne.Scalar, number, size), text)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from graphpasses.capture import capture_train_step
-from graphpasses.errors import CaptureError
+from graphpasses.errors import BatchMismatchError, CaptureError
 
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
@@ -120,7 +120,7 @@ def test_computed_rows_with_which_eager_goes_another_way(
     of_rows: Callable[[torch.Tensor], torch.Tensor], batch: torch.Tensor, message: str
 ) -> None:
     assert bits_kept(of_rows, TWO) == [True]
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(BatchMismatchError, match=message):
         bits_kept(of_rows, batch)
 
 
