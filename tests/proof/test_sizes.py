@@ -182,3 +182,17 @@ def test_what_may_be_many_things_is_known_by_its_place(num_alike: int, monkeypat
     assert found.pieces is not None
     from_other = {piece.source for each in of_each if each is not None for piece in each.pieces or ()}
     assert from_other.isdisjoint(piece.source for piece in found.pieces if piece.source != source)
+
+
+@pytest.mark.usefixtures("forget_compiled_code")
+def test_one_of_two_equal_inputs_of_a_call_whose_number_of_rows_running_tells() -> None:
+    class Model(torch.nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            rows = super().forward(x)
+            rows = rows[rows[:, 0] > 0]
+            return (torch.sigmoid(rows) - torch.sigmoid(rows)).square().sum() + rows.sum()
+
+    model = Model(4, 4)
+    compiled = gp.compile(model, pipeline=gp.recommender_pipeline(), inner="aot_eager", fullgraph=True)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert torch.equal(compiled(torch.eye(4)), model(torch.eye(4)))

@@ -96,28 +96,29 @@ class Facts:
 
     def _is_same(self, node: fx.Node, original: fx.Node, known: Facts) -> bool:
         """Whether a call is the one that is known, on inputs that lie alike, in each other's memory, too."""
+        is_fresh = all(origin is None for origin in known.origins.get(original, ()))
         return (
             node.op == original.op
             and node.target == original.target
             and node.meta.get("val") is original.meta.get("val")
-            and (node.op != "call_function" or self.call_of(node) == known.call_of(original))
+            and (node.op != "call_function" or self.call_of(node, is_fresh) == known.call_of(original, is_fresh))
         )
 
-    def call_of(self, node: fx.Node) -> Hashable:
-        """Returns what decides what a call makes, and in whose memory, with the number of each input in its place."""
-        number = {each: index for index, each in enumerate(node.all_input_nodes)}
-        args = fx.node.map_arg((node.args, node.kwargs), lambda each: ("input", number[each]))
+    def call_of(self, node: fx.Node, is_fresh: bool) -> Hashable:
+        """Returns what decides what a call makes; of what lies in its inputs' memory, in which, too."""
         memories: dict[Leaf, int] = {}
-        inputs: list[Hashable] = []
-        for each in number:
-            inputs.append(len(self.places[each]))
+        inputs: dict[fx.Node, Any] = {}
+        for number, each in enumerate(node.all_input_nodes):
+            found: list[Hashable] = ["input", 0 if is_fresh else number]
             for (fake, _), place in zip(leaves(self.values[each]), self.places[each], strict=True):
                 if place is None:
                     is_number = not isinstance(fake, (torch.Tensor, list, tuple))
-                    inputs.append(str(fake) if is_number else id(fake))
+                    found.append(str(fake) if is_number else id(fake))
                 else:
-                    inputs.append((place.view, fake.device, memories.setdefault(place.root, len(memories))))
-        return freeze(args), tuple(inputs)
+                    memory = 0 if is_fresh else memories.setdefault(place.root, len(memories))
+                    found.append((place.view, fake.device, memory))
+            inputs[each] = tuple(found)
+        return freeze(fx.node.map_arg((node.args, node.kwargs), inputs.__getitem__))
 
     def _computed(self, node: fx.Node) -> Any:
         """Returns what a call makes of its inputs; what the node says it has, where that depends on data."""
