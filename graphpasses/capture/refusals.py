@@ -121,11 +121,17 @@ _NO_SYMBOLS = (
     "another operator, or compute it outside; of an LSTM, turn oneDNN off in both runs, with "
     "torch.backends.mkldnn.set_flags(False)"
 )
+_SPARSE = (
+    "loss_fn makes a sparse tensor of indices and of values that need a gradient, which torch cannot trace "
+    "({error}). Make it of a dense one, by to_sparse_csr, or add with index_add"
+)
 # What torch says of a step that cannot be traced, and how it is refused.
 _REFUSED_TRACES = {
     # As torch's C++ says of a size that it takes for a number, and of such an index.
     "symbolic sizes/strides": _NO_SYMBOLS,
     "got SymInt": _NO_SYMBOLS,
+    # As the constructors of sparse tensors say, their backward, and fake kernels.
+    **dict.fromkeys(("compressed tensor instance", "SparseCooTensor", "SparseTensorImpl", "Sparse CSR"), _SPARSE),
     # As Module.to says of a parameter that is traced.
     "_apply(): Couldn't swap": (
         "forward converts or moves a module, as .to() and .half() do, which replaces its parameters: {error}. Do it "

@@ -48,6 +48,24 @@ def test_ragged_sizes() -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda values: torch.sparse_csr_tensor(torch.tensor([0, 1, 2]), torch.tensor([1, 0]), values, (2, 2)),
+        lambda values: torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 0]]), values, (2, 2)),
+    ],
+)
+def test_sparse_tensors_of_values(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def sparse_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        return (make(y[:, 0]) @ y).sum()
+
+    assert refused(lambda: capture_train_step(sparse_loss, build(), X)).startswith(
+        "loss_fn makes a sparse tensor of indices and of values that need a gradient, which torch cannot trace ("
+    )
+
+
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 def test_anomaly_mode() -> None:
     with torch.autograd.detect_anomaly():
