@@ -66,22 +66,22 @@ class Snapshot:
         """Returns the model's tensors, by slot; raises, and names it, if something is not what it was."""
         tensors = None if self._seen is None else self._seen.tensors(model)
         self._num_written = self._num_written + 1 if tensors is None else 0
+        is_of = True
         if tensors is None:
             # Where each check finds so, ever more rarely, since it costs as much as the check.
             is_due = self._num_written.bit_count() == 1
-            seen, self._seen = Unwritten.of(model, self.attributes) if is_due else None, None
+            seen, self._seen = Unwritten.of(model) if is_due else None, None
             tensors = self.structure.check(model)
             check_replaced(fsdp_groups(model))
             for fqn, tensor in self.structure.named(tensors, self.held).items():
                 if tensor is not self.held[fqn]:
                     raise CaptureError(f"{fqn!r} was replaced since the step was captured, and {_HELD}; {AGAIN}")
-            if self.structure.is_of(model):
-                _refuse(self.attributes)
+            if is_of := self.structure.is_of(model):
                 self._seen = seen
-            else:  # a module was replaced by one that is alike, but for what forward read of it
-                self.for_model(model)
-        elif self._seen is not None:
-            _refuse(self._seen.others)
+        if is_of:
+            _refuse(self.attributes)
+        else:  # a module was replaced by one that is alike, but for what forward read of it
+            self.for_model(model)
         _refuse((*self.settings, *self.tensors))
         _refuse(self.names, _IN_BATCH)
         return tensors
