@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -27,18 +28,27 @@ class NumberDecision:
 
 
 class TensorFacts(NamedTuple):
-    """What an update has built in of a tensor that it reads."""
+    """What a graph has built in of a tensor that it reads."""
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
-    strides: tuple[int, ...]
+    strides: tuple[int, ...]  # by which autograd chooses its formula (that of mm), and operators what they return
     placements: tuple[Placement, ...] | None
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorFacts:
         placements = tensor.placements if isinstance(tensor, DTensor) else None
-        return cls(tensor.shape, tensor.dtype, tensor.device, tensor.stride(), placements)
+        strides = tensor.stride() if tensor.layout is torch.strided else ()
+        return cls(tensor.shape, tensor.dtype, tensor.device, strides, placements)
+
+    def told_from(self, other: TensorFacts) -> tuple[str, str]:
+        """Returns as much of this, and of another, as tells one from the other."""
+        parts = (
+            (f"{t.dtype}{[*t.shape]} on {t.device}", f", strides {[*t.strides]}", f", {t.placements}")
+            for t in (self, other)
+        )
+        return next(texts for texts in zip(*map(accumulate, parts), strict=True) if texts[0] != texts[1])
 
     def __str__(self) -> str:
         placed = f", {self.placements}" if self.placements else ""

@@ -16,6 +16,7 @@ from graphpasses._torch.optimizers import find_gradient_hooks
 from graphpasses._torchtitan import wrapped_class
 from graphpasses.errors import CaptureError
 from graphpasses.identity import walk_modules
+from graphpasses.state.hyperparameters import TensorFacts
 from graphpasses.state.keys import key_of
 from graphpasses.state.slots import AGAIN, Difference, changed
 
@@ -35,7 +36,7 @@ class ModelStructure:
     first: list[int]  # for each position, the first at which the same tensor is; -1 where there is None
     parameters: frozenset[int]  # the positions of parameters; the others are buffers'
     trainable: Mapping[int, bool]  # by first position of a tensor, whether it gets a gradient
-    kinds: list[tuple[Any, ...]]  # the tensors' dtypes, devices, shapes and strides
+    kinds: list[TensorFacts | None]  # of the tensors
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelStructure:
@@ -101,12 +102,9 @@ class ModelStructure:
         tensors = _tensors(modules, self.names)
         if (first := _first(tensors)) != self.first:
             self._refuse_ties(first)
-        for slot, kinds in enumerate(zip(self.kinds, _kinds(tensors), strict=True)):
-            if kinds[0] != kinds[1]:
-                texts = [f"{dtype}{[*shape]} on {device}" for dtype, device, shape, _ in kinds]
-                if texts[0] == texts[1]:
-                    texts = [f"{text}, strides {[*kind[-1]]}" for text, kind in zip(texts, kinds, strict=True)]
-                raise changed(repr(self._name(slot)), *texts)
+        for slot, (kind, now) in enumerate(zip(self.kinds, _kinds(tensors), strict=True)):
+            if kind is not None and now is not None and kind != now:
+                raise changed(repr(self._name(slot)), *kind.told_from(now))
         trained = [tensor for slot in self.trainable if (tensor := tensors[slot]) is not None]
         for parameter, (slot, was) in zip(trained, self.trainable.items(), strict=True):
             if is_trained(parameter) != was:
@@ -201,11 +199,5 @@ def _first(tensors: Sequence[torch.Tensor | None]) -> list[int]:
     return [seen.setdefault(id(tensor), slot) for slot, tensor in enumerate(tensors)]
 
 
-def _kinds(tensors: Sequence[torch.Tensor | None]) -> list[tuple[Any, ...]]:
-    return [
-        ()
-        if tensor is None
-        # By strides autograd chooses its formula (that of mm), and operators what they return, and copy.
-        else (tensor.dtype, tensor.device, tensor.shape, tensor.stride() if tensor.layout is torch.strided else ())
-        for tensor in tensors
-    ]
+def _kinds(tensors: Sequence[torch.Tensor | None]) -> list[TensorFacts | None]:
+    return [None if tensor is None else TensorFacts.of(tensor) for tensor in tensors]

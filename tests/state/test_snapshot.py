@@ -11,10 +11,13 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
+from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import CaptureError
 from graphpasses.state.snapshot import settings_of
@@ -171,3 +174,23 @@ def test_the_kernel_of_attention_is_chosen_at_the_capture() -> None:
             step(X)
         targets.append({str(node.target) for node in step.graph.nodes if "attention" in str(node.target)})
     assert targets[0] != targets[1]
+
+
+def test_placements_of_a_parameter_that_become_others() -> None:
+    """Its parts on each rank are as large, and eager adds them up."""
+    with fake_process_group(2):
+        mesh, model = init_device_mesh("cpu", (2,)), nn.Linear(4, 4, bias=False)
+        replicated, partial = (
+            nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [each])) for each in (Replicate(), Partial())
+        )
+        model.weight = replicated
+        step = capture_train_step(lambda model, x: (x @ model.weight.full_tensor()).mean(), model, X)
+        step(X)
+        model.weight = partial
+        kind = "torch.float32[4, 4] on cpu, strides [4, 1]"
+        with pytest.raises(CaptureError) as error:
+            step(X)
+    assert str(error.value) == (
+        f"'weight' was {kind}, (Replicate(),) when the step was captured, and is {kind}, (Partial(sum),) now; "
+        "capture the step again, or undo the change"
+    )
