@@ -43,7 +43,6 @@ class Snapshot:
     # Of the model's own tensors, by FQN: those that the step's code also reads by variables of its own.
     held: Mapping[str, torch.Tensor] = field(default_factory=dict)
     _seen: Unwritten | None = field(default=None, init=False)  # as an earlier check found the model
-    _num_written: int = field(default=0, init=False)  # in how many checks in a row it was written
 
     @classmethod
     def of(
@@ -65,12 +64,9 @@ class Snapshot:
     def check(self, model: nn.Module) -> list[torch.Tensor | None]:
         """Returns the model's tensors, by slot; raises, and names it, if something is not what it was."""
         tensors = None if self._seen is None else self._seen.tensors(model)
-        self._num_written = self._num_written + 1 if tensors is None else 0
         is_of = True
         if tensors is None:
-            # Where each check finds so, ever more rarely, since it costs as much as the check.
-            is_due = self._num_written.bit_count() == 1
-            seen, self._seen = Unwritten.of(model) if is_due else None, None
+            seen, self._seen = Unwritten.of(model), None
             tensors = self.structure.check(model)
             check_replaced(fsdp_groups(model))
             for fqn, tensor in self.structure.named(tensors, self.held).items():
