@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from hashlib import sha256
+from itertools import accumulate
 from random import Random, SystemRandom
 from threading import local
 from types import CellType, FunctionType, MappingProxyType, MethodType
@@ -18,6 +19,7 @@ from weakref import ReferenceType
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Placement
 
 from graphpasses.identity import same_bits
 
@@ -189,6 +191,34 @@ def torch_state(value: Any) -> dict[str, Any] | None:
     if kind.__module__.partition(".")[0] != "torch" or isinstance(value, (torch.Tensor, nn.Module, type)):
         return None
     return getattr(value, "__dict__", None)
+
+
+class TensorFacts(NamedTuple):
+    """What a graph has built in of a tensor that it reads."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    strides: tuple[int, ...]  # by which autograd chooses its formula (that of mm), and operators what they return
+    placements: tuple[Placement, ...] | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorFacts:
+        placements = tensor.placements if isinstance(tensor, DTensor) else None
+        strides = tensor.stride() if tensor.layout is torch.strided else ()
+        return cls(tensor.shape, tensor.dtype, tensor.device, strides, placements)
+
+    def told_from(self, other: TensorFacts) -> tuple[str, str]:
+        """Returns as much of this, and of another, as tells one from the other."""
+        parts = (
+            (f"{t.dtype}{[*t.shape]} on {t.device}", f", strides {[*t.strides]}", f", {t.placements}")
+            for t in (self, other)
+        )
+        return next(texts for texts in zip(*map(accumulate, parts), strict=True) if texts[0] != texts[1])
+
+    def __str__(self) -> str:
+        placed = f", {self.placements}" if self.placements else ""
+        return f"{list(self.shape)} {self.dtype} on {self.device}, strides {list(self.strides)}{placed}"
 
 
 def narrowed(path: str, before: Key, now: Key, *, new_objects: bool) -> tuple[str, Key, Key] | None:

@@ -17,10 +17,9 @@ from graphpasses._torch.module_hooks import global_hook_ids
 from graphpasses._torch.surroundings import function_modes, keeps_parametrized, saved_tensor_hooks
 from graphpasses.errors import CaptureError
 from graphpasses.identity import named_state
-from graphpasses.state.hyperparameters import TensorFacts
-from graphpasses.state.model import ModelStructure
+from graphpasses.state.keys import TensorFacts
+from graphpasses.state.model import ModelStructure, Unwritten
 from graphpasses.state.slots import AGAIN, Asked, Owner
-from graphpasses.state.unwritten import Unwritten
 
 _SINCE = " when the step was captured"
 _HELD = "loss_fn also reads it by a variable of its own"

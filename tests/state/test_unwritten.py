@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from graphpasses.state.model import Unwritten
 from graphpasses.state.slots import Owner
-from graphpasses.state.unwritten import Unwritten
 
 
 class Config:
