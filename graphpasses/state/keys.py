@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from hashlib import sha256
-from itertools import accumulate
 from random import Random, SystemRandom
 from threading import local
 from types import CellType, FunctionType, MappingProxyType, MethodType
@@ -19,6 +18,7 @@ from weakref import ReferenceType
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from graphpasses.identity import same_bits
@@ -201,23 +201,27 @@ class TensorFacts(NamedTuple):
     device: torch.device
     strides: tuple[int, ...]  # by which autograd chooses its formula (that of mm), and operators what they return
     placements: tuple[Placement, ...] | None
+    mesh: DeviceMesh | None
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorFacts:
-        placements = tensor.placements if isinstance(tensor, DTensor) else None
+        placed = (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else (None, None)
         strides = tensor.stride() if tensor.layout is torch.strided else ()
-        return cls(tensor.shape, tensor.dtype, tensor.device, strides, placements)
+        return cls(tensor.shape, tensor.dtype, tensor.device, strides, *placed)
 
     def told_from(self, other: TensorFacts) -> tuple[str, str]:
         """Returns as much of this, and of another, as tells one from the other."""
-        parts = (
-            (f"{t.dtype}{[*t.shape]} on {t.device}", f", strides {[*t.strides]}", f", {t.placements}")
-            for t in (self, other)
-        )
-        return next(texts for texts in zip(*map(accumulate, parts), strict=True) if texts[0] != texts[1])
+        pairs = zip(self.texts(), other.texts(), strict=True)
+        return next((mine, its) for mine, its in pairs if mine != its)
+
+    def texts(self) -> tuple[str, str, str]:
+        """Returns what messages say of it, in ever more detail."""
+        kind = f"{self.dtype}{[*self.shape]} on {self.device}"
+        strided = f"{kind}, strides {[*self.strides]}"
+        return kind, strided, f"{strided}, {self.placements} of {self.mesh}"
 
     def __str__(self) -> str:
-        placed = f", {self.placements}" if self.placements else ""
+        placed = f", {self.placements} of {self.mesh}" if self.placements else ""
         return f"{list(self.shape)} {self.dtype} on {self.device}, strides {list(self.strides)}{placed}"
 
 
