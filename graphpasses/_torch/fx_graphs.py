@@ -1,4 +1,4 @@
-"""Large FX graphs: copies in a third of torch's time, and modules that generate code when they are first run.
+"""Large FX graphs: copies in a third of torch's time, parts, and modules that generate code when they are first run.
 
 The code is torch's own, word for word; torch asks for the name of a node wherever it stands in the code, and for that
 of an operator at every call.
@@ -11,7 +11,7 @@ import functools
 import keyword
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -70,6 +70,23 @@ def lazy_module(root: torch.nn.Module | dict[str, Any], graph: fx.Graph) -> fx.G
 def generate_code(module: fx.GraphModule) -> None:
     """Generates what a module of :func:`lazy_module` runs, as its first call does; any other has it."""
     _LazyGraphModule.force_recompile(module)
+
+
+def extracted(module: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[Any], name: str) -> fx.GraphModule:
+    """Returns the part of a graph that computes outputs of inputs, and what writes in place in it, as torch cuts it.
+
+    ``name`` is that of the part, for torch's errors. Waits are in it where an output needs them.
+    """
+    from torch._functorch.partitioners import _extract_graph_with_inputs_outputs  # which imports Dynamo
+
+    unknown: Any = [None] * len(outputs)
+    wait = torch.ops._c10d_functional.wait_tensor
+    kept = fx.node._side_effectful_functions - {wait, wait.default}
+    with mock.patch.object(fx.node, "_side_effectful_functions", kept):
+        graph = _extract_graph_with_inputs_outputs(
+            module.graph, list(inputs), list(outputs), unknown, name, ignore_must_be_in_fw_bw=True
+        )
+    return fx.GraphModule(module, graph)
 
 
 # A call at the beginning of a statement, where no text can be that is an argument.

@@ -31,8 +31,13 @@ from graphpasses.graph.returned import Returned, loss_of
 from graphpasses.graph.several_models import first_model
 from graphpasses.identity import IdentityMap, named_state, same_bits
 from graphpasses.state.keys import key_of
-from graphpasses.state.left_tensors import changed_values, held_tensors, held_values, tensors_kept
-from graphpasses.state.live_state import live_state_restored
+from graphpasses.state.left_tensors import (
+    changed_values,
+    held_tensors,
+    held_values,
+    live_state_restored,
+    tensors_kept,
+)
 
 Results = dict[str, torch.Tensor | None]
 _States = list[tuple[torch.Generator, torch.Tensor]]

@@ -38,8 +38,7 @@ from graphpasses.graph.returned import Returned, loss_of
 from graphpasses.graph.several_models import first_model
 from graphpasses.identity import IdentityMap, named_state, same_bits
 from graphpasses.state.kept_tensors import caches_emptied_on_error
-from graphpasses.state.left_tensors import LeftTensors, tensors_kept
-from graphpasses.state.live_state import live_state_restored
+from graphpasses.state.left_tensors import LeftTensors, live_state_restored, tensors_kept
 from graphpasses.state.model import is_trained
 from graphpasses.state.reads import Reads
 

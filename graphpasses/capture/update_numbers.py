@@ -14,7 +14,7 @@ from torch import fx
 
 from graphpasses._torch.symbols import as_function, decided_by_values, floats_stay_open
 from graphpasses.graph import GraphInput, InputKind
-from graphpasses.state.hyperparameters import Number, NumberDecision, numbers_of
+from graphpasses.state.optimizer import Number, NumberDecision, numbers_of
 from graphpasses.state.optimizers import Optimizers
 
 

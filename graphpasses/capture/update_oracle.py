@@ -14,7 +14,7 @@ from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.update import Update, carried_values
 from graphpasses.identity import same_bits
-from graphpasses.state.hyperparameters import Number, numbers_of
+from graphpasses.state.optimizer import Number, numbers_of
 
 _Tensors = dict[str, torch.Tensor]
 

@@ -13,7 +13,7 @@ from graphpasses._torch.dtensor import as_dtensor
 from graphpasses._torch.fake_mode import new_fake_mode
 from graphpasses._torch.optimizers import shadow_of
 from graphpasses.graph.update import clip_gradients
-from graphpasses.state.hyperparameters import Number, numbers_of, with_numbers
+from graphpasses.state.optimizer import Number, numbers_of, with_numbers
 from graphpasses.state.optimizers import Optimizers
 
 State: TypeAlias = dict[str, dict[str, Any]]

@@ -23,26 +23,18 @@ def find_aliases(model: nn.Module, is_table: Callable[[nn.Module], bool]) -> lis
     """Returns all second names of modules that hold tables; of what is in a shared container, the container's."""
     first_names: dict[nn.Module, str] = {}
     seconds: list[tuple[nn.Module, Alias]] = []
-    holders: set[nn.Module] = set()
 
     def visit(fqn: str, module: nn.Module) -> None:
         first_names[module] = fqn
-        if is_table(module):
-            holders.add(module)
-            return
-        for name, child in module._modules.items():
-            if child is None:
-                continue
+        for name, child in module._modules.items() if not is_table(module) else ():
             child_fqn = f"{fqn}.{name}" if fqn else name
             if child in first_names:
                 seconds.append((child, Alias(child_fqn, first_names[child], tuple(module._modules))))
-            else:
+            elif child is not None:
                 visit(child_fqn, child)
-            if child in holders:
-                holders.add(module)
 
     visit("", model)
-    return [alias for child, alias in seconds if child in holders]
+    return [alias for child, alias in seconds if any(map(is_table, child.modules()))]
 
 
 @contextmanager

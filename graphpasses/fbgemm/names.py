@@ -1,11 +1,15 @@
-"""Names of TorchRec and FBGEMM that the compiler looks for; nothing is imported for them."""
+"""Names of TorchRec and FBGEMM that the compiler looks for without an import of either; and how FBGEMM is loaded."""
 
 from __future__ import annotations
 
+import importlib
 import re
+import warnings
 from typing import Any
 
 import torch
+
+from graphpasses.errors import CaptureError
 
 # The library of FBGEMM's operators.
 FBGEMM = "fbgemm"
@@ -37,3 +41,20 @@ def fused_lookup(optimizer: str) -> Any:
 def complete_cumsum() -> Any:
     """Returns the operator that makes offsets of lengths, [n] -> [n + 1], once FBGEMM is loaded."""
     return torch.ops.fbgemm.asynchronous_complete_cumsum.default
+
+
+def load_fbgemm() -> None:
+    """Imports FBGEMM, so that ``torch.ops.fbgemm`` holds every op of a TorchRec training step, or says why not."""
+    with warnings.catch_warnings():
+        # FBGEMM's import warns of FBGEMM's own code.
+        warnings.simplefilter("ignore")
+        try:
+            importlib.import_module("fbgemm_gpu")
+            # The training TBE imports the modules that register the rest.
+            importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+        except (ImportError, OSError) as error:
+            missing = isinstance(error, ModuleNotFoundError) and error.name == "fbgemm_gpu"
+            problem = "is not installed" if missing else f"does not load with torch {torch.__version__}: {error}"
+            raise CaptureError(
+                f"TorchRec models need FBGEMM, which {problem}; install graphpasses[torchrec]"
+            ) from error

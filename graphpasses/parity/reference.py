@@ -16,7 +16,7 @@ from graphpasses.parity.first_difference import differing, first_difference, fir
 from graphpasses.parity.location import Location
 from graphpasses.parity.operators import OperatorStep
 from graphpasses.parity.record_operators import operators_recorded, values_of
-from graphpasses.state.live_state import live_state_restored
+from graphpasses.state.left_tensors import live_state_restored
 
 
 def locate_step(step: CapturedStep, loss_fn: Callable[..., Tensor], *batch: Any) -> Location:

@@ -18,6 +18,8 @@ from weakref import ReferenceType
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from graphpasses.identity import same_bits
 
@@ -189,6 +191,38 @@ def torch_state(value: Any) -> dict[str, Any] | None:
     if kind.__module__.partition(".")[0] != "torch" or isinstance(value, (torch.Tensor, nn.Module, type)):
         return None
     return getattr(value, "__dict__", None)
+
+
+class TensorFacts(NamedTuple):
+    """What a graph has built in of a tensor that it reads."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    strides: tuple[int, ...]  # by which autograd chooses its formula (that of mm), and operators what they return
+    placements: tuple[Placement, ...] | None
+    mesh: DeviceMesh | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorFacts:
+        placed = (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else (None, None)
+        strides = tensor.stride() if tensor.layout is torch.strided else ()
+        return cls(tensor.shape, tensor.dtype, tensor.device, strides, *placed)
+
+    def told_from(self, other: TensorFacts) -> tuple[str, str]:
+        """Returns as much of this, and of another, as tells one from the other."""
+        pairs = zip(self.texts(), other.texts(), strict=True)
+        return next((mine, its) for mine, its in pairs if mine != its)
+
+    def texts(self) -> tuple[str, str, str]:
+        """Returns what messages say of it, in ever more detail."""
+        kind = f"{self.dtype}{[*self.shape]} on {self.device}"
+        strided = f"{kind}, strides {[*self.strides]}"
+        return kind, strided, f"{strided}, {self.placements} of {self.mesh}"
+
+    def __str__(self) -> str:
+        placed = f", {self.placements} of {self.mesh}" if self.placements else ""
+        return f"{list(self.shape)} {self.dtype} on {self.device}, strides {list(self.strides)}{placed}"
 
 
 def narrowed(path: str, before: Key, now: Key, *, new_objects: bool) -> tuple[str, Key, Key] | None:

@@ -1,8 +1,10 @@
-"""What a step leaves in a model's modules: buffers that forward replaces, and attributes that it sets."""
+"""What a step leaves in a model: buffers that it replaces, attributes that it sets; and how all of it is put back."""
 
 from __future__ import annotations
 
 import copy
+import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +16,7 @@ from torch.types import py_sym_types
 from graphpasses._torch import pytree
 from graphpasses._torch.schemas import is_tensor_subclass
 from graphpasses.errors import CaptureError
+from graphpasses.identity import attributes_restored
 from graphpasses.state.keys import key_of
 
 
@@ -65,6 +68,27 @@ def leave(model: nn.Module, fqn: str, value: Any) -> None:
     (module._buffers if name in module._buffers else vars(module))[name] = (
         value if isinstance(value, torch.Tensor) else copy.deepcopy(value)  # a list, which others may change
     )
+
+
+@contextmanager
+def live_state_restored(model: nn.Module) -> Iterator[None]:
+    """Restores parameters, buffers, attributes and gradients of a model, and the state of random number generators.
+
+    Tensors are put back, not what was written into them; of attributes that are lists, dicts and sets the items, too.
+    """
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    numpy, state = sys.modules.get("numpy"), random.getstate()
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
+    try:
+        with attributes_restored(model.modules()), torch.random.fork_rng(devices):
+            yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
 
 
 @contextmanager

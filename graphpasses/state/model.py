@@ -1,22 +1,25 @@
-"""The structure of a model that a step has built in: its modules, which tensors there are, ties, what is trained."""
+"""The structure of a model that a step has built in: its modules, which tensors there are, ties, what is trained.
+
+Whether it is as a step saw it last is asked of what Python and torch know of writes, not of each value.
+"""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
-from typing import Any
+from operator import is_
+from typing import Any, Self
 
 import torch
 from torch import nn
 
-from graphpasses._torch.module_hooks import hook_ids
+from graphpasses._torch.module_hooks import dict_versions, guard_of, have_hooks, hook_ids, parts_of
 from graphpasses._torch.optimizers import find_gradient_hooks
 from graphpasses._torchtitan import wrapped_class
 from graphpasses.errors import CaptureError
 from graphpasses.identity import walk_modules
-from graphpasses.state.keys import key_of
+from graphpasses.state.keys import TensorFacts, key_of
 from graphpasses.state.slots import AGAIN, Difference, changed
 
 # Of a module: also the ``forward`` that was set on it, and the names of its parameters, buffers and modules.
@@ -35,7 +38,7 @@ class ModelStructure:
     first: list[int]  # for each position, the first at which the same tensor is; -1 where there is None
     parameters: frozenset[int]  # the positions of parameters; the others are buffers'
     trainable: Mapping[int, bool]  # by first position of a tensor, whether it gets a gradient
-    kinds: list[tuple[Any, ...]]  # the tensors' dtypes, devices, shapes and strides
+    kinds: list[TensorFacts | None]  # of the tensors
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelStructure:
@@ -73,7 +76,7 @@ class ModelStructure:
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether these are the modules of a model, none replaced by another."""
-        return all(map(operator.is_, model.modules(), self.modules))
+        return all(map(is_, model.modules(), self.modules))
 
     def named(self, tensors: Sequence[torch.Tensor | None], fqns: Iterable[str]) -> dict[str, torch.Tensor]:
         """Returns tensors, as :meth:`check` returned them, by the FQNs of parameters and buffers."""
@@ -101,12 +104,9 @@ class ModelStructure:
         tensors = _tensors(modules, self.names)
         if (first := _first(tensors)) != self.first:
             self._refuse_ties(first)
-        for slot, kinds in enumerate(zip(self.kinds, _kinds(tensors), strict=True)):
-            if kinds[0] != kinds[1]:
-                texts = [f"{dtype}{[*shape]} on {device}" for dtype, device, shape, _ in kinds]
-                if texts[0] == texts[1]:
-                    texts = [f"{text}, strides {[*kind[-1]]}" for text, kind in zip(texts, kinds, strict=True)]
-                raise changed(repr(self._name(slot)), *texts)
+        for slot, (kind, now) in enumerate(zip(self.kinds, _kinds(tensors), strict=True)):
+            if kind is not None and now is not None and kind != now:
+                raise changed(repr(self._name(slot)), *kind.told_from(now))
         trained = [tensor for slot in self.trainable if (tensor := tensors[slot]) is not None]
         for parameter, (slot, was) in zip(trained, self.trainable.items(), strict=True):
             if is_trained(parameter) != was:
@@ -141,6 +141,49 @@ class ModelStructure:
 
     def _name(self, slot: int) -> str:
         return next(fqn for fqn, other in self.slots.items() if other == slot)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Unwritten:
+    """A model as it was seen last: all that counts of it stands in dicts, or in tensors of a kind."""
+
+    modules: list[nn.Module]
+    kinds: list[type]  # their classes
+    states: list[dict[str, Any]]  # their ``__dict__``
+    own: list[dict[str, torch.Tensor | None]]  # of their parameters and buffers, in order
+    empty: list[dict[Any, Any]]  # other dicts of modules and tensors, in which nothing was
+    filled: list[dict[Any, Any]]  # all others
+    versions: list[int]  # their versions
+    fits: Callable[..., bool]  # whether tensors are of the kinds that they were
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self | None:
+        """Sees a model as it is, which is checked afterwards; None where torch has no such guard."""
+        modules = [*model.modules()]
+        states = [*map(vars, modules)]
+        parts = [*map(parts_of, states)]
+        own = [each for parameters, buffers, *_ in parts for each in (parameters, buffers) if each]
+        tensors = [tensor for each in own for tensor in each.values() if tensor is not None]
+        dicts = [*states, *chain.from_iterable(parts), *map(vars, tensors)]
+        if not all(isinstance(each, dict) for each in dicts) or (fits := guard_of(tensors)) is None:
+            return None
+        filled = [each for each in dicts if each]
+        empty, versions = [each for each in dicts if not each], dict_versions(filled)
+        return cls(modules, [*map(type, modules)], states, own, empty, filled, versions, fits)
+
+    def tensors(self, model: nn.Module) -> list[torch.Tensor | None] | None:
+        """Returns the model's tensors, by slot; None if something was written, be it what it was."""
+        if (
+            model is not self.modules[0]
+            or any(self.empty)
+            or not all(map(is_, map(type, self.modules), self.kinds))
+            or not all(map(is_, map(vars, self.modules), self.states))
+            or dict_versions(self.filled) != self.versions
+        ):
+            return None
+        tensors = [*chain.from_iterable(map(dict.values, self.own))]
+        there = [tensor for tensor in tensors if tensor is not None]
+        return tensors if self.fits(*there) and not have_hooks(there) else None
 
 
 def is_trained(tensor: torch.Tensor) -> bool:
@@ -201,11 +244,5 @@ def _first(tensors: Sequence[torch.Tensor | None]) -> list[int]:
     return [seen.setdefault(id(tensor), slot) for slot, tensor in enumerate(tensors)]
 
 
-def _kinds(tensors: Sequence[torch.Tensor | None]) -> list[tuple[Any, ...]]:
-    return [
-        ()
-        if tensor is None
-        # By strides autograd chooses its formula (that of mm), and operators what they return, and copy.
-        else (tensor.dtype, tensor.device, tensor.shape, tensor.stride() if tensor.layout is torch.strided else ())
-        for tensor in tensors
-    ]
+def _kinds(tensors: Sequence[torch.Tensor | None]) -> list[TensorFacts | None]:
+    return [None if tensor is None else TensorFacts.of(tensor) for tensor in tensors]

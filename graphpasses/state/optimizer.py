@@ -1,19 +1,36 @@
-"""What a captured step takes for granted of its optimizer, and whether the optimizer still is so."""
+"""What a captured step takes for granted of its optimizer, and whether the optimizer still is so.
+
+Schedulers change the numbers among its hyperparameters; an update reads these when it runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch.optim import Optimizer
 
 from graphpasses.errors import CaptureError
-from graphpasses.state.hyperparameters import Number, NumberDecision, TensorFacts, kinds_of, numbers_of
+from graphpasses.state.keys import TensorFacts
 from graphpasses.state.optimizers import Optimizers
 from graphpasses.state.slots import AGAIN, changed
 
 _LOAD = "load the state of this model and optimizer, or capture the step again"
+
+Number: TypeAlias = tuple[int, str]
+"""Names a number: the index of its group, and e.g. ``"lr"`` or ``"betas[0]"``."""
+
+
+@dataclass(frozen=True)
+class NumberDecision:
+    """Something that an optimizer's code, or a pass, decided by numbers."""
+
+    numbers: tuple[Number, ...]
+    holds: Callable[[Mapping[Number, Any]], bool]  # whether it falls as it did, by the numbers of now
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,3 +137,60 @@ def _facts(state: Mapping[str, object]) -> dict[str, object]:
         name: TensorFacts.of(value) if isinstance(value, torch.Tensor) else repr(value)
         for name, value in state.items()
     }
+
+
+def is_number(value: object) -> bool:
+    """Whether an update can read a value as a number when it runs: a float, or an int; not a bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@functools.cache
+def _integers(kind: type[Optimizer]) -> frozenset[str]:
+    """Returns the hyperparameters that an optimizer declares as integers: it loops by them."""
+    parameters = inspect.signature(kind).parameters.values()
+    return frozenset(each.name for each in parameters if each.annotation in (int, "int"))
+
+
+def numbers_of(optimizers: Optimizers) -> dict[Number, Any]:
+    """Returns the numbers of all groups, and the tensors in their places, by name; not what schedulers keep."""
+    return {
+        (index, name): value
+        for index, (optimizer, group) in enumerate(optimizers.groups)
+        for hyperparameter in optimizer.defaults
+        if hyperparameter not in _integers(type(optimizer))  # type: ignore[arg-type]
+        for name, value in _parts(hyperparameter, group.get(hyperparameter))
+        if is_number(value) or isinstance(value, torch.Tensor)
+    }
+
+
+def with_numbers(group: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a group of an optimizer with other numbers, by name."""
+
+    def replaced(name: str, value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and any(part in numbers for part, _ in _parts(name, value)):
+            return tuple(numbers.get(part, each) for part, each in _parts(name, value))
+        return numbers.get(name, value)
+
+    return {name: replaced(name, value) for name, value in group.items()}
+
+
+def kinds_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, str]:
+    """Returns by name of a hyperparameter what an update has built in of it: whether it is a number, or its value."""
+    integers = _integers(type(optimizer))  # type: ignore[arg-type]
+    given = {name: group.get(name) for name in optimizer.defaults}
+    return {name: repr(each) if name in integers else _kind(each) for name, each in given.items()}
+
+
+def _kind(value: Any) -> str:
+    if is_number(value):
+        return "a number"
+    if isinstance(value, torch.Tensor):
+        return f"a tensor, {TensorFacts.of(value)}"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_kind, value))})"
+    return repr(value)  # not by ==, for which 1 is True
+
+
+def _parts(name: str, value: Any) -> list[tuple[str, Any]]:
+    is_list = isinstance(value, (list, tuple))
+    return [(f"{name}[{place}]", each) for place, each in enumerate(value)] if is_list else [(name, value)]

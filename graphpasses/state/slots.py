@@ -66,7 +66,7 @@ def _write_attribute(owner: Any, name: str, value: Any) -> None:
         delattr(owner, name)
 
 
-def read_of_class(owner: type, name: str) -> Any:
+def _read_of_class(owner: type, name: str) -> Any:
     """Returns what stands in a class: of a ``staticmethod`` itself, not the function."""
     bases = (base for base in owner.__mro__ if name in vars(base))
     return vars(base)[name] if (base := next(bases, None)) is not None else _read_attribute(owner, name)
@@ -104,7 +104,7 @@ _KINDS: tuple[_Row, ...] = (
     ),
     (Asked, lambda owner, name: owner.ask(), _stays),
     ((list, tuple, deque), lambda owner, name: owner[name] if name < len(owner) else MISSING, _stays),
-    (type, read_of_class, _write_of_class),
+    (type, _read_of_class, _write_of_class),
     (weakref.ref, lambda owner, name: owner(), _stays),
     (object, _read_attribute, _write_attribute),
 )
@@ -137,9 +137,11 @@ class Slot:
     # Of values with which the step is the same, as of a flag that forward sets once.
     others: tuple[Key, ...] = ()
     is_cache: bool = False  # whether new objects in a dict may be for somebody else: the step's code gives it some
+    is_fixed: bool = False  # whether the value cannot become another and stay the same object
     _copy: Any = None
 
     def __post_init__(self) -> None:
+        self.is_fixed = not keys.changes_in_place(self.value)
         if (items := _items_of(self.value)) is not None:
             self._copy = items.copy()
 
@@ -185,15 +187,12 @@ class Owner:
     value: Any  # the owner
     path: str = ""  # as messages have it; empty where its names stand for themselves
     slots: dict[str, Slot] = field(default_factory=dict)
-    _held: dict[str, int] | None = None  # ids of the values that are there, by name
-    _checked: tuple[Slot, ...] = ()
 
     def add(self, name: Any, path: str | None = None, *, value: Any = ...) -> Slot:
         """Reads a name, whose path is by default the owner's and the name; ``value`` is what was read already."""
         value = read(self.value, name) if value is ... else value
         slot = Slot(f"{self.path}.{name}".lstrip(".") if path is None else path, name, value, key_of(value))
         self.slots[name] = slot
-        self._held = None
         return slot
 
     def difference(
@@ -203,37 +202,15 @@ class Owner:
         if self in inside:  # objects may hold each other
             return None
         owner = self.value if now is ... else now
-        slots = self.slots.values() if strict or alike or not self._holds(owner) else self._checked
-        for slot in slots:
-            value = read(owner, slot.name)
+        is_quick, reads = not strict and alike is None, _row_of(type(owner))[1]  # type: ignore[arg-type]
+        for slot in self.slots.values():
+            value = reads(owner, slot.name)
+            if is_quick and slot.is_fixed and value is slot.value:
+                continue
             found = slot.difference(value, strict=strict, alike=alike, inside=(*inside, self))
             if found is not None:
                 return found
         return None
-
-    def _holds(self, owner: Any) -> bool:
-        """Whether all names have the objects that they had, which is asked at each call of a step."""
-        if self._held is None:
-            slots = self.slots.values()
-            there = {each.name: each.value for each in slots if each.value is not MISSING}
-            self._held = {name: id(it) for name, it in there.items() if not isinstance(it, MethodType)}
-            self._checked = tuple(e for e in slots if e.value is MISSING or keys.changes_in_place(e.value))
-        reads = _row_of(type(owner))[1]  # type: ignore[arg-type]
-        return all(id(reads(owner, name)) == before for name, before in self._held.items())
-
-    def stands_in_dict(self) -> bool:
-        """Whether each value stands in its ``__dict__`` or, where that has not the name, its class, and stays so."""
-        state, kind = keys.attributes_of(self.value), type(self.value)
-        reads: Any = kind.__getattribute__
-        if not self._holds(self.value) or type(state) is not dict or reads is not object.__getattribute__:
-            return False
-        for name, slot in self.slots.items():
-            value, there = slot.value, state[name] if name in state else read_of_class(kind, name)
-            if isinstance(value, MethodType) and name not in state and value.__self__ is self.value:
-                value = value.__func__  # the method is a new object at each read
-            if value is not there or value is MISSING or keys.changes_in_place(value):
-                return False
-        return True
 
     def of(self, value: Any, known: dict[int, Owner]) -> Owner:
         """Returns the same names of another owner, which is alike, or the one that is known by its id already."""

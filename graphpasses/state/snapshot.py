@@ -17,10 +17,9 @@ from graphpasses._torch.module_hooks import global_hook_ids
 from graphpasses._torch.surroundings import function_modes, keeps_parametrized, saved_tensor_hooks
 from graphpasses.errors import CaptureError
 from graphpasses.identity import named_state
-from graphpasses.state.hyperparameters import TensorFacts
-from graphpasses.state.model import ModelStructure
+from graphpasses.state.keys import TensorFacts
+from graphpasses.state.model import ModelStructure, Unwritten
 from graphpasses.state.slots import AGAIN, Asked, Owner
-from graphpasses.state.unwritten import Unwritten
 
 _SINCE = " when the step was captured"
 _HELD = "loss_fn also reads it by a variable of its own"
@@ -43,7 +42,6 @@ class Snapshot:
     # Of the model's own tensors, by FQN: those that the step's code also reads by variables of its own.
     held: Mapping[str, torch.Tensor] = field(default_factory=dict)
     _seen: Unwritten | None = field(default=None, init=False)  # as an earlier check found the model
-    _num_written: int = field(default=0, init=False)  # in how many checks in a row it was written
 
     @classmethod
     def of(
@@ -65,23 +63,20 @@ class Snapshot:
     def check(self, model: nn.Module) -> list[torch.Tensor | None]:
         """Returns the model's tensors, by slot; raises, and names it, if something is not what it was."""
         tensors = None if self._seen is None else self._seen.tensors(model)
-        self._num_written = self._num_written + 1 if tensors is None else 0
+        is_of = True
         if tensors is None:
-            # Where each check finds so, ever more rarely, since it costs as much as the check.
-            is_due = self._num_written.bit_count() == 1
-            seen, self._seen = Unwritten.of(model, self.attributes) if is_due else None, None
+            seen, self._seen = Unwritten.of(model), None
             tensors = self.structure.check(model)
             check_replaced(fsdp_groups(model))
             for fqn, tensor in self.structure.named(tensors, self.held).items():
                 if tensor is not self.held[fqn]:
                     raise CaptureError(f"{fqn!r} was replaced since the step was captured, and {_HELD}; {AGAIN}")
-            if self.structure.is_of(model):
-                _refuse(self.attributes)
+            if is_of := self.structure.is_of(model):
                 self._seen = seen
-            else:  # a module was replaced by one that is alike, but for what forward read of it
-                self.for_model(model)
-        elif self._seen is not None:
-            _refuse(self._seen.others)
+        if is_of:
+            _refuse(self.attributes)
+        else:  # a module was replaced by one that is alike, but for what forward read of it
+            self.for_model(model)
         _refuse((*self.settings, *self.tensors))
         _refuse(self.names, _IN_BATCH)
         return tensors

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from graphpasses.state.hyperparameters import is_number, numbers_of, with_numbers
 from graphpasses.state.keys import are_alike, key_of
+from graphpasses.state.optimizer import is_number, numbers_of, with_numbers
 from graphpasses.state.optimizers import Optimizers
 from graphpasses.state.slots import Asked, read
 

@@ -11,10 +11,13 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
+from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import CaptureError
 from graphpasses.state.snapshot import settings_of
@@ -171,3 +174,42 @@ def test_the_kernel_of_attention_is_chosen_at_the_capture() -> None:
             step(X)
         targets.append({str(node.target) for node in step.graph.nodes if "attention" in str(node.target)})
     assert targets[0] != targets[1]
+
+
+def step_of(weight: DTensor) -> tuple[nn.Linear, Any]:
+    model = nn.Linear(4, 4, bias=False)
+    model.weight = nn.Parameter(weight)
+    step = capture_train_step(lambda model, x: (x @ model.weight.full_tensor()).mean(), model, X)
+    step(X)
+    return model, step
+
+
+def test_placements_of_a_parameter_that_become_others() -> None:
+    """Its parts on each rank are as large, and eager adds them up."""
+    with fake_process_group(2):
+        mesh = init_device_mesh("cpu", (2,))
+        replicated, partial = (
+            DTensor.from_local(torch.ones(4, 4), mesh, [each]) for each in (Replicate(), Partial())
+        )
+        model, step = step_of(replicated)
+        model.weight = nn.Parameter(partial)
+        kind = "torch.float32[4, 4] on cpu, strides [4, 1]"
+        with pytest.raises(CaptureError) as error:
+            step(X)
+    assert str(error.value) == (
+        f"'weight' was {kind}, (Replicate(),) of {mesh} when the step was captured, and is {kind}, (Partial(sum),) "
+        f"of {mesh} now; capture the step again, or undo the change"
+    )
+
+
+def test_a_parameter_that_is_on_another_mesh() -> None:
+    """Eager gathers it of other ranks."""
+    with fake_process_group(4):
+        meshes = [init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns")) for _ in range(2)]
+        weights = [DTensor.from_local(torch.ones(2, 4), meshes[0][name], [Shard(0)]) for name in ("rows", "columns")]
+        model, step = step_of(weights[0])
+        model.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 4), meshes[1]["rows"], [Shard(0)]))
+        step(X)
+        model.weight = nn.Parameter(weights[1])
+        with pytest.raises(CaptureError, match=r"of DeviceMesh\(\(columns=2\), .* now; capture the step again"):
+            step(X)

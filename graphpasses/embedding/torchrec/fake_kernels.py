@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from graphpasses._torch.schemas import Rule, TracingKernels, has_kernel, operator_names
-from graphpasses.embedding.torchrec.fbgemm import load_fbgemm
 from graphpasses.embedding.torchrec.traced_gradients import add_traced_gradients
+from graphpasses.fbgemm.names import load_fbgemm
 
 # FBGEMM's `SparseType`, by value; its CPU lookups read any other as the dtype of the weights.
 _SPARSE_TYPES = {0: torch.float32, 1: torch.float16, 5: torch.bfloat16}

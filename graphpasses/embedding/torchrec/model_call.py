@@ -11,11 +11,11 @@ from torch import nn
 
 from graphpasses._torch.dynamo import FailOnRecompileLimitHit, InternalTorchDynamoError, change_settings
 from graphpasses.embedding.torchrec.ddp_calls import DDP_PATCHES, DDPCalls
-from graphpasses.embedding.torchrec.fbgemm import load_fbgemm
 from graphpasses.embedding.torchrec.input_dists import checks_inputs, needs_eager_call
 from graphpasses.embedding.torchrec.inputs import check_inputs, prepare_inputs
 from graphpasses.embedding.torchrec.patches import TORCHREC_PATCHES
 from graphpasses.errors import AgreementError, GraphPassesError
+from graphpasses.fbgemm.names import load_fbgemm
 
 
 class ModelCall:

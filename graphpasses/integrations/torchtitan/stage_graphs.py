@@ -13,8 +13,7 @@ from torchtitan.experiments.graph_trainer.graph_pp.split_fsdp_collectives import
     GraphPPFSDPForwardSplit,
 )
 
-from graphpasses._torch.fx_graphs import lazy_module
-from graphpasses._torch.graph_parts import extracted
+from graphpasses._torch.fx_graphs import extracted, lazy_module
 from graphpasses.analysis.parameter_collectives import CAST, UNSHARD_OPS, find_grad_reductions, gradient_summands
 from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.plan import BucketPlan

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from graphpasses._torch.graph_parts import extracted
+from graphpasses._torch.fx_graphs import extracted
 from graphpasses.fsdp.layout import eager_layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import TrainGraph

@@ -10,7 +10,7 @@ from torch import fx
 
 from graphpasses._torch.schemas import named_arguments
 from graphpasses.embedding.fused_update import FusedForm
-from graphpasses.embedding.torchrec.fbgemm import load_fbgemm
+from graphpasses.fbgemm.names import load_fbgemm
 from graphpasses.graph import CapturedStep, GraphInput, InputKind, Stage, TrainGraph
 from graphpasses.graph.nodes import last_reads
 from graphpasses.graph.train_graph import add_update_input

@@ -15,7 +15,7 @@ import graphpasses
 from graphpasses._torch.schemas import has_kernel
 from graphpasses.capture.compile_options import Inner
 from graphpasses.embedding.torchrec.fake_kernels import fake_kernels, fake_kernels_if_loaded
-from graphpasses.embedding.torchrec.fbgemm import load_fbgemm
+from graphpasses.fbgemm.names import load_fbgemm
 from tests.helpers.kept import two_tables
 
 NAME = "fbgemm::permute_sequence_embeddings"

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from graphpasses.embedding.torchrec.fbgemm import load_fbgemm
 from graphpasses.errors import CaptureError
+from graphpasses.fbgemm.names import load_fbgemm
 
 
 def test_missing_fbgemm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
