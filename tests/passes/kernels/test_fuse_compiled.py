@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import graphpasses
 from graphpasses.errors import PipelineError
 from graphpasses.fusion import compiled_regions
+from graphpasses.fusion.measured import exact_functions
 from graphpasses.passes import default_pipeline
 from tests.passes.kernels.test_fuse_exactly import Layer, loss_fn
 
@@ -69,15 +70,15 @@ def test_compiled_graphs_have_eagers_bits(kernels: mock.Mock) -> None:
     assert all(map(torch.equal, expected, found))
     for half in ("forward", "backward"):
         passes = report.by_graph[f"graph 0, {half}"]
-        assert passes["fuse-exactly"].num_rewrites > 3
+        assert passes["fuse-exactly"].num_rewrites > 2
         assert " operators run as " in passes["fuse-exactly"].notes[0]
         assert passes.certificate
         assert "exact kernels" in passes.certificate.axioms
     compiled = {node.target for call in kernels.call_args_list for node in call.args[0].__self__.nodes}
-    assert {
-        torch.ops.aten.silu.default,
-        torch.ops.aten.silu_backward.default,
-    } <= compiled  # by the joint graph
+    wanted = {torch.ops.aten.silu.default, torch.ops.aten.silu_backward.default}
+    exact = exact_functions({(each, torch.bfloat16, "cpu") for each in wanted})  # on this processor
+    assert wanted & compiled == {target for target, *_ in exact}  # by the joint graph
+    assert torch.ops.aten.silu.default in compiled
     assert kernels.call_count > 6
     torch._dynamo.reset()
     control = train(build, given, inner="inductor")
