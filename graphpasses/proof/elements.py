@@ -56,7 +56,7 @@ def filled(dtype: torch.dtype | None, value: Any) -> tuple[str, Any]:
 
 @functools.cache
 def _filled(dtype: torch.dtype, kind: type, bits: Any) -> tuple[str, Any]:
-    value = float.fromhex(bits) if kind is float else bits
+    value = kind(*map(float.fromhex, bits)) if kind is complex else float.fromhex(bits) if kind is float else bits
     with outside_tracing():
         number = torch.full((), value, dtype=dtype, device="cpu").item()
     return repr(number), number if number == number else None
