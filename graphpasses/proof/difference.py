@@ -252,7 +252,8 @@ def _plain(key: Any) -> str:
     if isinstance(key, Argument):
         return "a value"
     if isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], type):
-        return str(float.fromhex(key[1])) if key[0] is float else _plain(key[1])
+        parts = key[1] if key[0] is complex else (key[1],)
+        return str(key[0](*map(float.fromhex, parts))) if key[0] in (float, complex) else _plain(key[1])
     if isinstance(key, tuple):
         return f"({', '.join(map(_plain, key[:4]))}{', …' if len(key) > 4 else ''})"
     return str(key)

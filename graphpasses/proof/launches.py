@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from graphpasses._torch.schemas import named_arguments
-from graphpasses.graph import ALL_TO_ALL, argument
+from graphpasses.graph import ALL_TO_ALL
 from graphpasses.graph.certificate import Launch
 from graphpasses.proof.core.values import Piece, Value, Values
 from graphpasses.proof.evaluated import Collective, Evaluated
@@ -45,12 +45,13 @@ def launches_of(values: Values, before: Evaluated, after: Evaluated) -> tuple[La
 
 
 def _call(node: fx.Node) -> str:
-    sent = argument(node).meta.get("val")
-    if node.target == ALL_TO_ALL or not isinstance(sent, torch.Tensor):  # each rank has splits of its own
-        return f"{node.target} of {getattr(sent, 'dtype', None)}"
+    sent = [each.meta.get("val") for each in node.all_input_nodes]
+    if node.target == ALL_TO_ALL or not isinstance(sent[0], torch.Tensor):  # each rank has splits of its own
+        return f"{node.target} of {getattr(sent[0], 'dtype', None)}"
     given = [*named_arguments(node).values()][1:-1]  # between what is sent and the group
     plain = ", ".join(str(each) for each in given if isinstance(each, (str, int)))
-    return f"{node.target}({plain}) of {sent.numel()} {sent.dtype}"
+    sizes = " and ".join(f"{each.numel()} {each.dtype}" for each in sent if isinstance(each, torch.Tensor))
+    return f"{node.target}({plain}) of {sizes}"
 
 
 class _Stand(NamedTuple):

@@ -303,10 +303,9 @@ class _Proof:
 
     def _compare(self, name: str, one: Value | None, two: Value | None, *, is_known: bool) -> None:
         if one is two and not self._lost_another(name):
-            shared = self.two.shares.get(name, frozenset()) - self.one.shares.get(name, frozenset())
-            if shared:  # who writes one of them would change both
-                its = some(sorted(shared), limit=3)
-                self.unproved.append((name, f"it lies in the memory of {its}, as it did not"))
+            lies = self.two.lies.get(name, frozenset()) - self.one.lies.get(name, frozenset())
+            if lies:  # who writes memory of two would change both, and who reads it may round by its strides
+                self.unproved.append((name, f"it lies in {some(sorted(lies), limit=3)}, as it did not"))
             else:
                 self.proved.append(name)
             return
