@@ -103,8 +103,14 @@ def prove_as(
     layout they then are not proved, as long as they are autograd's sums, reduced and scaled.
     """
     start = time.perf_counter()
+    items = zip((*before.outputs, *before.inputs), (*after.outputs, *after.inputs), strict=False)
+    named = next((two for one, two in items if one != two), None)
     if before.stage is not after.stage:
         reason = f"it is a {after.stage.value} graph, not a {before.stage.value} graph"
+    elif named is not None and (before.fixed_signature or before.stage is not Stage.STEP):
+        raise ProofError(
+            f"{subject} is not proved to keep anything: {named.kind.value} {named.fqn!r} has another place"
+        )
     else:
         nested = (node.target for node in (*before.graph.nodes, *after.graph.nodes) if _returns_lists(node))
         reason = next((f"{target} returns lists, into which no rule looks" for target in nested), "")
@@ -230,11 +236,7 @@ class _Proof:
         candidates = self.changed or self.refused
         name, first = min(candidates, key=lambda each: order.get(each[1].after, len(order)))
         others = [other for other, _ in (*self.changed, *self.refused) if other != name]
-        more = (
-            f" (and {len(others)} others: {', '.join(others[:3])}{', …' if len(others) > 3 else ''})"
-            if others
-            else ""
-        )
+        more = f" (and {len(others)} others: {', '.join(others[:3])}{', …' * (len(others) > 3)})" if others else ""
         verb = "changes" if self.changed else "is not proved to keep"
         raise ProofError(f"{self.subject} {verb} {name}{more}: {first}")
 
