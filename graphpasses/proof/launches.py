@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from graphpasses._torch.group_ranks import named_group_ranks
 from graphpasses._torch.schemas import named_arguments
 from graphpasses.graph import ALL_TO_ALL
 from graphpasses.graph.certificate import Launch
@@ -37,11 +38,17 @@ def launches_of(values: Values, before: Evaluated, after: Evaluated) -> tuple[La
     sent = _Sent(values, before.collectives)
     number = {launch.node: index for index, launch in enumerate(after.collectives)}
     brought = {source: number[node] for source, node in after.made.items() if node in number}
-    groups = list(dict.fromkeys(launch.group for launch in after.collectives))
     return tuple(
-        Launch(_call(launch.node), groups.index(launch.group), sent.contents(launch, brought))
+        Launch(_call(launch.node), _ranks(launch.group), sent.contents(launch, brought))
         for launch in after.collectives
     )
+
+
+def _ranks(group: str) -> tuple[int, ...]:
+    try:
+        return named_group_ranks(group)
+    except RuntimeError:  # of a group that is gone
+        return ()
 
 
 def _call(node: fx.Node) -> str:

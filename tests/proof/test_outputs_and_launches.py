@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import graphpasses as gp
 from graphpasses._torch.fake_process_group import fake_process_group
+from graphpasses.analysis.effects import is_check
 from graphpasses.errors import ProofError
-from graphpasses.graph import Stage, TrainGraph
+from graphpasses.graph import Stage, TrainGraph, find_collectives
+from graphpasses.graph.nodes import collective_group
+from graphpasses.passes.runner import GraphPass, Numerics
 from graphpasses.proof.prove import prove
 from tests.helpers.all_to_alls import Step, capture
 from tests.helpers.kept import Keep
@@ -144,6 +149,61 @@ def test_a_write_beside_what_is_sent() -> None:
     with fake_process_group(2):
         assert "mul_ writes what all_reduce sends" in why_not(step(True), step(False), whole[:5], whole[4:])
         assert why_not(step(True), step(False), whole[:4], whole[4:]) == ""
+
+
+@dataclass(frozen=True)
+class OtherGroups(GraphPass):
+    """Exchanges the groups of shards and of replicas, which have as many ranks."""
+
+    name = "other-groups"
+    numerics = Numerics.BITWISE
+
+    def rewrite(self, graph: TrainGraph) -> int:
+        launches = find_collectives(graph.graph)
+        one, two = dict.fromkeys(map(collective_group, launches))
+        others = {one: two, two: one}
+        for launch in launches:
+            launch.args = tuple(
+                others[each] if type(each) is str and each in others else each for each in launch.args
+            )
+        return len(launches)
+
+
+def test_a_group_of_as_many_ranks() -> None:
+    with fake_process_group(4):
+        model = nn.Linear(4, 4)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")))
+        step = gp.capture_train_step(lambda model, x: model(x).square().mean(), model, torch.ones(2, 4))
+        assert gp.Pipeline(()).run(step, prove=True)
+        with pytest.raises(ProofError, match="changes the loss"):
+            gp.Pipeline((OtherGroups(),)).run(step)
+
+
+def checked(model: nn.Module, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    if torch.isnan(loss):
+        raise ValueError("the loss is no number")
+    return loss
+
+
+@dataclass(frozen=True)
+class LosesCheck(GraphPass):
+    """Rounds, and leaves out a check."""
+
+    name = "loses-check"
+    numerics = Numerics.ROUNDING
+
+    def rewrite(self, graph: TrainGraph) -> int:
+        checks = [node for node in graph.graph.nodes if is_check(node)]
+        for node in checks:
+            graph.graph.erase_node(node)
+        return len(checks)
+
+
+def test_a_pass_that_may_round_keeps_checks() -> None:
+    step = gp.capture_train_step(checked, nn.Linear(4, 4), torch.ones(2, 4))
+    with pytest.raises(ProofError, match=r"pass 'loses-check' changes the check .*: it is lost"):
+        gp.Pipeline((LosesCheck(),)).run(step)
 
 
 # ---- labels -------------------------------------------------------------------------------------------------------
