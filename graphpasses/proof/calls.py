@@ -329,10 +329,12 @@ class Calls(Memory):
                 found.get(name, set()).add(f"the memory of {other}")
                 found.get(other, set()).add(f"the memory of {name}")
         for (_, view), name, node in places:
-            if name in found and name != LOSS and not name.startswith(GRADIENT):
-                steps = [step for size, step in zip(view.shape, view.strides, strict=True) if size != 1]
+            if name in found:
                 layout = self._facts.layout(node, aten.mm.default)
-                found[name] |= {f"strides {steps}", f"memory that begins at {layout.offset[1]}"}
+                found[name].add(f"memory of {layout.device}")
+                if name != LOSS and not name.startswith(GRADIENT):
+                    steps = [step for size, step in zip(view.shape, view.strides, strict=True) if size != 1]
+                    found[name] |= {f"strides {steps}", f"memory that begins at {layout.offset[1]}"}
         return {name: frozenset(others) for name, others in found.items()}
 
     def _note_count(self, old: Result, new: Result) -> None:

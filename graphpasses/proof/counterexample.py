@@ -35,6 +35,8 @@ _REFUSALS = (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, 
 # Other operators may read memory by random numbers, other functions do what they like.
 _LIBRARIES = ("aten.", "prims.")
 _FUNCTIONS = ("_operator.", "math.", "torch.sym_")
+# What memory holds beside what was written: it may be what it was.
+_MEMORY = ("written beside", "written in part", "part of memory")
 _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda each: each.sum(0),
     "avg": lambda each: each.sum(0) / each.shape[0],
@@ -233,8 +235,8 @@ class _Run:
         raise CannotRunError(f"{key[0]} has no value on one rank")
 
     def _stand_in(self, source: int, error: Exception, kind: Any, rank: int) -> torch.Tensor:
-        """Returns random numbers for what cannot be run, if both graphs have it."""
-        if source not in self.common or len(kind) != 3:
+        """Returns random numbers for what a call makes that cannot be run, if both graphs have it."""
+        if source not in self.common or len(kind) != 3 or self.values.key(source)[1][0] in _MEMORY:
             raise error
         self.stood_in[str(error).partition(":")[0]] = None
         dtype, _, shape = kind
