@@ -54,6 +54,7 @@ aten = torch.ops.aten
 # By name: TorchRec defines them, if it is there.
 _TO_COLUMNS, _FROM_COLUMNS = (f"torchrec._split_1d_cat_2d{name}.default" for name in ("", "_backward_impl"))
 _SPLIT = RULES[aten.split_with_sizes.default][1]
+_READS_NONE = METADATA_OPS | {WAIT}
 # By name: torch has these operators where its module of them was imported.
 OFFLOADING = frozenset({"ao.offload.default", "ao.reload.default", "ao.wait_tensor.default"})
 
@@ -162,12 +163,12 @@ class Evaluation(Calls):
 
     def _look_for_chance(self, node: fx.Node) -> None:
         """Notes if an operator reads memory that another has freed, or has still to fill; a view reads none."""
-        gone = self._freed | self._waiting
-        for source in node.all_input_nodes if gone and node.target not in (WAIT, *METADATA_OPS) else ():
-            for root in self._roots(source) & gone.keys():
-                by, does = gone[root], "frees" if root in self._freed else "brings, before anyone has waited,"
-                if node.op == "output" or root not in self._roots(node):
-                    self._done.broken.append((by, f"{by.name} {does} {source.name}, which {node.name} reads"))
+        for gone, does in ((self._freed, "frees"), (self._waiting, "brings, before anyone has waited,")):
+            for source in node.all_input_nodes if gone and node.target not in _READS_NONE else ():
+                for root in self._roots(source) & gone.keys():
+                    if node.op == "output" or root not in self._roots(node):
+                        reason = f"{gone[root].name} {does} {source.name}, which {node.name} reads"
+                        self._done.broken.append((gone[root], reason))
 
     def write_tensor(self, place: Place, value: Value, by: fx.Node) -> None:
         """Notes also if a collective still reads what is there, or has still to write there."""
