@@ -182,7 +182,8 @@ def _keys(values: Values, a: Any, b: Any) -> _Leaf | tuple[Value, Value]:
 
 
 def _first_unlike(a: Any, b: Any) -> tuple[Any, Any]:
-    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
+    is_number = isinstance(a, tuple) and a[:1] in ((float,), (complex,))  # as it is frozen
+    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b) and not is_number:
         for x, y in zip(a, b, strict=True):
             if x != y:
                 return _first_unlike(x, y)

@@ -276,3 +276,13 @@ def test_signs_of_complex_zeros_and_of_defaults() -> None:
     for one, two in pairs:
         assert answer(captured, one, one) == "proved"
         assert answer(captured, one, two) != "proved"
+
+
+def test_a_number_that_a_dtype_has_not() -> None:
+    def filled(number: int) -> Make:
+        return lambda code: code.fill_Scalar(code._to_copy_default(code.x, dtype=torch.int8), number)
+
+    def widened(number: int) -> Make:
+        return lambda code: code._to_copy_default(filled(number)(code), dtype=torch.float32)
+
+    assert answer(capture_model(), widened(1), widened(257)) == "refused"  # the call would fail
