@@ -8,6 +8,7 @@ depends on what follows from it, see :mod:`graphpasses.analysis.dependencies`.
 from __future__ import annotations
 
 import inspect
+import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Iterator
@@ -45,6 +46,12 @@ _FUNCTIONALIZED = (torch.ops.higher_order.auto_functionalized, torch.ops.higher_
 _IN_PLACE_OPERATORS = frozenset(
     {"setitem", "delitem"}
     | {name for name in dir(operator) if name[0] == "i" and {name[1:], f"{name[1:]}_"} & {*dir(operator)}}
+)
+
+# What functions of Python write, and the argument that has them do so.
+_WRITTEN_IF = (
+    *itertools.product(("running_mean", "running_var"), ("training", "use_input_stats")),
+    ("weight", "max_norm"),
 )
 
 # Public functions that draw random numbers under another name than the operator that does.
@@ -147,7 +154,9 @@ def written_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     if node.op not in ("call_function", "call_method"):
         return ()
     is_in_place = _is_in_place(node.target) or _named_argument(node, "inplace")
-    return tuple(nodes_in([node.kwargs.get("out"), *(node.args[:1] if is_in_place else ())]))
+    named = {name for name, switch in _WRITTEN_IF if _named_argument(node, switch)} | written_names(_packet(node))
+    others = [_named_argument(node, name) for name in sorted({"out", *named})]
+    return tuple(dict.fromkeys(nodes_in([*(node.args[:1] if is_in_place else ()), *others])))
 
 
 def _shared_inputs(node: fx.Node) -> Iterator[fx.Node]:
@@ -270,10 +279,24 @@ def _name(target: Any) -> str:
 
 
 def _named_argument(node: fx.Node, name: str) -> Any:
-    if name in node.kwargs or not inspect.isfunction(node.target):
-        return node.kwargs.get(name)
-    names = list(inspect.signature(node.target).parameters)
-    return node.args[names.index(name)] if name in names and names.index(name) < len(node.args) else None
+    """Returns an argument of a function, its default if it is not given; None where the function has none."""
+    defaults = _defaults(_packet(node) or node.target)
+    return {**defaults, **dict(zip(defaults, node.args, strict=False)), **node.kwargs}.get(name)
+
+
+def _packet(node: fx.Node) -> Any:
+    """Returns the operator of a function of torch's own; None for others."""
+    name = _name(node.target)
+    is_own = node.op == "call_function" and name and getattr(torch, name, None) is node.target
+    return getattr(aten, name, None) if is_own and not inspect.isfunction(node.target) else None
+
+
+@cache
+def _defaults(target: Any) -> dict[str, Any]:
+    if found := schemas(target):
+        return {argument.name: argument.default_value for argument in found[0].arguments}
+    parameters = inspect.signature(target).parameters.values() if inspect.isfunction(target) else ()
+    return {each.name: None if each.default is each.empty else each.default for each in parameters}
 
 
 def _inner_nodes(node: fx.Node) -> Iterator[fx.Node]:

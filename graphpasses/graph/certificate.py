@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from graphpasses.text import some
@@ -14,7 +14,7 @@ class Launch:
     """A collective, as every rank of its group must have it."""
 
     call: str  # operator, arguments and dtype; and size, where ranks send as much
-    group: int  # number of its process group, in the order in which a rank first launches in each
+    ranks: tuple[int, ...]  # of its process group
     # What is sent, as far as that is known, in its order: inputs, and launches of the captured step or before this;
     # each with how far it is moved from where the captured step sends it, which is empty where this rank only pads.
     contents: Mapping[str, tuple[object, ...]]
@@ -26,7 +26,8 @@ class Launch:
         is_like = mine == theirs and bool(mine or not (self.contents and other.contents))
         moved = ((self.contents[name], other.contents[name]) for name in known)
         is_moved = any(one != two for one, two in moved if one and two)
-        return is_like and not is_moved and (self.call, self.group) == (other.call, other.group)
+        is_group = self.ranks == other.ranks or {*self.ranks}.isdisjoint(other.ranks)
+        return is_like and not is_moved and is_group and self.call == other.call
 
     def __str__(self) -> str:
         return f"{self.call} of {'; '.join(self.contents) or 'other values'}"
@@ -52,6 +53,7 @@ class Certificate:
         launches: the collectives, in order, as all ranks must have them; a captured step compares them when it is
             first called.
         seconds: how long the proof took.
+        rounding: likewise of the graphs before and after each pass that may round, by what made them.
     """
 
     proved: tuple[str, ...]
@@ -59,6 +61,7 @@ class Certificate:
     axioms: Mapping[str, str]
     launches: tuple[Launch, ...]
     seconds: float
+    rounding: Mapping[str, tuple[Launch, ...]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return not self.unproved

@@ -118,13 +118,18 @@ def wait_of(launch: fx.Node) -> fx.Node:
 
 
 def freeze(value: Any) -> Hashable:
-    """Returns a key for an argument of a call: ``1``, ``1.0`` and True have three, ``0.0`` and ``-0.0`` two."""
+    """Returns a key for an argument of a call: ``1``, ``1.0`` and True have three, ``0.0`` and ``-0.0`` two.
+
+    So have complex numbers of zeros of both signs.
+    """
     if isinstance(value, (list, tuple)):
         return tuple(map(freeze, value))
     if isinstance(value, dict):
         return tuple((key, freeze(item)) for key, item in value.items())
     if isinstance(value, py_sym_types):  # which have no hash
         return type(value), str(value)
+    if isinstance(value, complex):
+        return type(value), (value.real.hex(), value.imag.hex())
     return type(value), value.hex() if isinstance(value, float) else value
 
 

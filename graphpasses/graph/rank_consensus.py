@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TypeVar
@@ -17,7 +17,7 @@ from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.group_ranks import gathered, group_store, mesh_group_names, named_group
 from graphpasses.errors import AgreementError
-from graphpasses.graph.certificate import Launch, find_unlike_launch
+from graphpasses.graph.certificate import Certificate, Launch, find_unlike_launch
 from graphpasses.graph.nodes import collective_group
 from graphpasses.state.optimizers import Optimizers
 
@@ -68,9 +68,10 @@ class RankConsensus:
             value = gathered(value, group)[0]
         return value
 
-    def check_launches(self, launches: Sequence[Launch] | None) -> None:
+    def check_launches(self, certificate: Certificate | None) -> None:
         """Raises on all ranks if they launch different collectives and so would wait for ever; None is not known."""
-        if self.groups and self.all_ranks([launches is not None])[0] and launches is not None:
+        if self.groups and self.all_ranks([certificate is not None])[0] and certificate is not None:
+            launches = {"the step": certificate.launches, **certificate.rounding}
             self._check_alike(launches, _unlike_launches, "launch different collectives")
 
     def check_update(self, optimizers: Optimizers | None, clip_norm: float | None) -> None:
@@ -140,16 +141,25 @@ def _unlike(what: str, one: tuple[int, str], other: tuple[int, str]) -> str | No
     return f"ranks {first} and {rank} {what}: {text} and {another}. Give all ranks the same"
 
 
-def _unlike_launches(one: tuple[int, Sequence[Launch]], other: tuple[int, Sequence[Launch]]) -> str | None:
+_Launches = Mapping[str, Sequence[Launch]]  # by what has them
+
+
+def _unlike_launches(one: tuple[int, _Launches], other: tuple[int, _Launches]) -> str | None:
     (first, launches), (rank, others) = one, other
-    place = find_unlike_launch(launches, others)
+    places = ((name, find_unlike_launch(launches[name], others[name])) for name in launches if name in others)
+    name, place = next((each for each in places if each[1] is not None), ("", None))
     if place is None:
         return None
-    mine, theirs = (str(each[place]) if place < len(each) else "nothing" for each in (launches, others))
-    theirs += ", with elements in other places" if mine == theirs else ""
+    its = [each[name][place] if place < len(each[name]) else None for each in (launches, others)]
+    mine, theirs = (str(each or "nothing") for each in its)
+    if mine == theirs:
+        mine_ranks, its_ranks = ({*each.ranks} if each is not None else set() for each in its)
+        is_other = mine_ranks != its_ranks and not mine_ranks.isdisjoint(its_ranks)
+        instead = f", of ranks {sorted(its_ranks)} instead of {sorted(mine_ranks)}"
+        theirs += instead if is_other else ", with elements in other places"
     return (
-        f"ranks {first} and {rank} would wait for each other, or mix what they send: as collective {place} of the "
-        f"step, rank {first} launches {mine}, rank {rank} {theirs}. Run the same passes on all "
+        f"ranks {first} and {rank} would wait for each other, or mix what they send: as collective {place} of "
+        f"{name}, rank {first} launches {mine}, rank {rank} {theirs}. Run the same passes on all "
         "ranks; a pass must not decide by what only its rank knows"
     )
 

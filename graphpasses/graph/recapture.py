@@ -115,5 +115,4 @@ class GuardedCache(Generic[S]):
 
     def check_launches(self, step: S) -> None:
         """Raises on all ranks if they launch different collectives in a step."""
-        certificate = None if step.report is None else step.report.certificate
-        self._consensus.check_launches(None if certificate is None else certificate.launches)
+        self._consensus.check_launches(None if step.report is None else step.report.certificate)

@@ -90,7 +90,7 @@ class TrainGraph:
     update: Update | None = None
     runs_as: Callable[[fx.GraphModule], fx.GraphModule] | None = field(default=None, repr=False, compare=False)
     seconds: OperatorSeconds | None = field(default=None, repr=False, compare=False)
-    # What its constants held when it was copied of another graph, with which it shares them; None if it was not.
+    # What its constants held when the first graph was copied with which it shares them; None if it is no copy.
     copied_constants: Mapping[str, Hashable] | None = field(default=None, repr=False, compare=False)
     _known: KnownValues = field(default_factory=KnownValues, init=False, compare=False)
 
@@ -247,7 +247,7 @@ class TrainGraph:
             notes=[],
             timelines=[],
             told={**self.told},
-            copied_constants=read_constants(self.graph),
+            copied_constants={**read_constants(self.graph), **(self.copied_constants or {})},
         )
 
     def collectives(self) -> dict[str, int]:

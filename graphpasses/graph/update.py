@@ -69,7 +69,8 @@ class Update:
 
     def copy(self) -> Update:
         """Returns an update whose graph can be rewritten without changing this one's."""
-        return replace(self, module=copy_module(self.module), copied_constants=read_constants(self.module.graph))
+        constants = {**read_constants(self.module.graph), **(self.copied_constants or {})}
+        return replace(self, module=copy_module(self.module), copied_constants=constants)
 
     def moved_into(self, step: fx.GraphModule) -> Update:
         """Returns what says of a step that its own graph has the update in it."""

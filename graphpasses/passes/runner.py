@@ -29,7 +29,7 @@ from graphpasses.graph.pass_report import Numerics, PassReport, PipelineReport
 from graphpasses.graph.rules import Verifier
 from graphpasses.passes.graph_diff import diff_lines, read_lines
 from graphpasses.progress import stage, stages_shown
-from graphpasses.proof.prove import prove_as
+from graphpasses.proof.prove import launches_of_rounding, prove_as
 from graphpasses.source_digest import digest_of_sources
 
 __all__ = ["GraphPass", "Numerics", "PassReport", "Pipeline", "PipelineReport"]
@@ -195,6 +195,7 @@ class Pipeline:
             if prove is not False:
                 stage("proves that the passes keep bits")
             certificate = None if prove is False else self._prove(graph, rewritten, rounded)
+            rounded = [each for each in rounded if each.did]
         if prove and (why := _why_not_proved(certificate, rounded)):
             raise ProofError(f"prove=True: {why}")
         rewritten.report = PipelineReport(tuple(reports), notes, certificate, _proof(certificate, rounded))
@@ -216,14 +217,16 @@ class Pipeline:
             given = graph.copy() if may_round and before else None
             reports.append(_run_pass(p, graph, verifier, before, graph_diff))
             _write(folder, len(reports), p.name, graph)
-            if may_round and reports[-1].num_rewrites:
-                rounded.append(_Rounded(p.name, given, graph.copy()))
+            # Ranks describe what they launch beside what such a pass was given, also where it did nothing.
+            is_compared = graph.stage is Stage.STEP and any(reports[-1].collectives)
+            if may_round and (reports[-1].num_rewrites or is_compared):
+                rounded.append(_Rounded(p.name, given, graph.copy(), did=bool(reports[-1].num_rewrites)))
         graph.module.recompile()
         return reports, rounded
 
     def _prove(self, original: TrainGraph, graph: TrainGraph, rounded: Sequence[_Rounded]) -> Certificate:
         """Proves what is between passes that may round, and before and after them."""
-        passes, certificates = self.at(graph.stage).passes, []
+        passes, certificates, launches = self.at(graph.stage).passes, [], {}
         for each in (*rounded, None):
             names = [p.name for p in passes]
             end = names.index(each.name) if each else len(names)
@@ -231,8 +234,12 @@ class Pipeline:
             if after is not None:
                 certificates.append(self._prove_part(original, after, passes[:end]))
             if each:
+                history = f"pass {each.name!r}"
+                if after is not None:
+                    launches[f"what {history} was given"] = certificates[-1].launches
+                launches[f"what {history} made"] = launches_of_rounding(history, after or original, each.made)
                 original, passes = each.made, passes[end + 1 :]
-        return joined(certificates)
+        return dataclasses.replace(joined(certificates), rounding=launches)
 
     def _prove_part(self, original: TrainGraph, graph: TrainGraph, passes: Sequence[GraphPass]) -> Certificate:
         layout = next((found for p in passes if (found := getattr(p, "expected_layout", None))), None)
@@ -255,11 +262,12 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class _Rounded:
-    """A pass that rewrote and may round."""
+    """A pass that ran and may round."""
 
     name: str
     given: TrainGraph | None  # None: what was captured
     made: TrainGraph
+    did: bool  # whether it rewrote anything
 
 
 def _why_not_proved(certificate: Certificate | None, rounded: Sequence[_Rounded]) -> str:

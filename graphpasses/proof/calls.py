@@ -40,6 +40,9 @@ from graphpasses.proof.spelling import Call, evaluated, plain_call
 
 aten = torch.ops.aten
 
+LOSS, GRADIENT = "the loss", "the gradient of "
+"""What people call the loss, and the beginning of what they call a gradient."""
+
 
 class Calls(Memory):
     """Evaluates calls of operators that do not communicate."""
@@ -306,6 +309,33 @@ class Calls(Memory):
         names = {each: self._inputs.get(each, f"the attribute {each.target}") for each in outside}
         written = {names[each]: held.value.number for each, held in outside.items()}
         return key, Check(f"the check {' '.join(words)}", node, written)
+
+    def _lies(self, nodes: Mapping[str, fx.Node], *, is_step: bool) -> dict[str, frozenset[str]]:
+        """Returns in whose memory some tensors lie, of each other's and of those from outside; and how they lie.
+
+        Gradients are copied where they do not lie as their parameters do, or are one; a step copies others, too.
+        """
+        outside = {node.name: node for node in self._facts.places if node.op in ("placeholder", "get_attr")}
+        places = [
+            (place, name, node)
+            for name, node in {**outside, **nodes}.items()
+            for place in self._facts.places[node]
+            if place is not None
+        ]
+        found: dict[str, set[str]] = {name: set() for name in nodes}
+        for (_, name, node), (_, other, its) in self._touching(places):
+            are_copied = name in nodes and other in nodes and (is_step or name.startswith(GRADIENT))
+            if node is not its or not (are_copied and (is_step or other.startswith(GRADIENT))):
+                found.get(name, set()).add(f"the memory of {other}")
+                found.get(other, set()).add(f"the memory of {name}")
+        for (_, view), name, node in places:
+            if name in found:
+                layout = self._facts.layout(node, aten.mm.default)
+                found[name].add(f"memory of {layout.device}")
+                if name != LOSS and not name.startswith(GRADIENT):
+                    steps = [step for size, step in zip(view.shape, view.strides, strict=True) if size != 1]
+                    found[name] |= {f"strides {steps}", f"memory that begins at {layout.offset[1]}"}
+        return {name: frozenset(others) for name, others in found.items()}
 
     def _note_count(self, old: Result, new: Result) -> None:
         """Notes what a bounds check writes over a count of bad ids: to further checks it is where that began."""

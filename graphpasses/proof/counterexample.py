@@ -15,7 +15,7 @@ from graphpasses._torch.fake_mode import outside_tracing
 from graphpasses._torch.group_ranks import named_group_ranks
 from graphpasses._torch.schemas import schemas
 from graphpasses.analysis.effects import is_elementwise_on_lists
-from graphpasses.graph.nodes import attribute, constant_bits
+from graphpasses.graph.nodes import attribute, collective_group, constant_bits
 from graphpasses.proof.core.values import Argument, Values
 from graphpasses.proof.real_memory import (
     MAX_ELEMENTS,
@@ -35,6 +35,8 @@ _REFUSALS = (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, 
 # Other operators may read memory by random numbers, other functions do what they like.
 _LIBRARIES = ("aten.", "prims.")
 _FUNCTIONS = ("_operator.", "math.", "torch.sym_")
+# What memory holds beside what was written: it may be what it was.
+_MEMORY = ("written beside", "written in part", "part of memory")
 _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda each: each.sum(0),
     "avg": lambda each: each.sum(0) / each.shape[0],
@@ -45,7 +47,10 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 Kind = Literal["value", "source", "call"]
 Request = tuple[Kind, Any, int]
-"""A kind, its number or key, and a rank: of other ranks than this all have the same inputs."""
+"""A kind, its number or key, and a rank.
+
+This rank is 0. Another has a bit of each group that leads to it; all others of one group have the same inputs.
+"""
 
 
 class _NeededError(Exception):
@@ -68,7 +73,8 @@ class Runs:
         constants = [attribute(node) for node in nodes if node.op == "get_attr"]
         tensors = {constant_bits(each): each for each in constants if isinstance(each, torch.Tensor)}
         functions = {id(node.target): node.target for node in nodes if node.op == "call_function"}
-        self._runs = [_Run(values, tensors, functions, common, seed) for seed in SEEDS]
+        bits = _bits_of({str(group) for node in nodes if (group := collective_group(node)) is not None})
+        self._runs = [_Run(values, tensors, functions, common, bits, seed) for seed in SEEDS]
 
     def compare(self, kind: Literal["value", "source"], one: int, two: int) -> Trial:
         """Returns what two values are on random inputs, or two sources, as of random states; by their numbers."""
@@ -81,6 +87,22 @@ class Runs:
                 others = f" and results of {', '.join(run.stood_in)}" if run.stood_in else ""
                 return Trial(f"on random inputs{others} of seed {run.seed} {parts}")
         return Trial()
+
+
+def _bits_of(groups: Iterable[str]) -> dict[str, int]:
+    """Returns a bit for each group; those that have more than one rank in common have one."""
+    families: list[dict[str, set[int]]] = []
+    for name in sorted(groups):
+        try:
+            family = {name: {*named_group_ranks(name)}}
+        except RuntimeError:  # it is gone
+            continue
+        for other in [*families]:
+            if any(len(ranks & family[name]) > 1 for ranks in other.values()):
+                family |= other
+                families.remove(other)
+        families.append(family)
+    return {name: 1 << index for index, family in enumerate(families) for name in family}
 
 
 def _where_unlike(x: Any, y: Any) -> str:
@@ -104,6 +126,7 @@ class _Run:
     constants: Mapping[Hashable, torch.Tensor]
     functions: Mapping[int, Callable[..., Any]]
     common: Container[int]
+    bits: Mapping[str, int]  # by group, which stands for its other ranks
     seed: int
     stood_in: dict[str, None] = field(default_factory=dict)  # the operators that have random results
     _known: dict[Request, Any] = field(default_factory=dict)
@@ -172,11 +195,12 @@ class _Run:
             case ["padding", _, dtype, [text, number], *_]:
                 fill = float(text) if number is None else number
                 return torch.full((self.values.numel(source),), fill, dtype=dtype)
-            case Term("remote", _, _, (of,)):
+            case Term("remote", (group, *_), _, (of,)):
                 num_ranks = self.values.numel(source) // self.values.numel(of)
-                return torch.cat(self._of_ranks("source", of, num_ranks))
-            case Term("told", (_, of, own, offsets), _, (_, *_) as sources) if rank == 0:
-                return self._one("source", sources[own], int(of != own))[offsets[own]].reshape(1)
+                return torch.cat(self._of_ranks("source", of, num_ranks, group, rank))
+            case Term("told", (group, of, own, offsets), _, (_, *_) as sources) if rank == 0:
+                other = self.bits[group] if of != own else 0
+                return self._one("source", sources[own], other)[offsets[own]].reshape(1)
             case Term("tensor", (number,)):
                 return self._one("value", number, rank).reshape(-1)
             case Term(kind, parameters, read_as, operands):
@@ -211,16 +235,18 @@ class _Run:
         raise CannotRunError(f"{key[0]} has no value on one rank")
 
     def _stand_in(self, source: int, error: Exception, kind: Any, rank: int) -> torch.Tensor:
-        """Returns random numbers for what cannot be run, if both graphs have it."""
-        if source not in self.common or len(kind) != 3:
+        """Returns random numbers for what a call makes that cannot be run, if both graphs have it."""
+        if source not in self.common or len(kind) != 3 or self.values.key(source)[1][0] in _MEMORY:
             raise error
         self.stood_in[str(error).partition(":")[0]] = None
         dtype, _, shape = kind
         return self._input(("stand-in", source, rank), dtype, math.prod(shape))
 
-    def _of_ranks(self, kind: Kind, what: Any, num_ranks: int) -> list[torch.Tensor]:
-        own, other = self._all((kind, what, 0), (kind, what, 1))
-        return [own, *[other] * (num_ranks - 1)]
+    def _of_ranks(self, kind: Kind, what: Any, num_ranks: int, group: str, rank: int) -> list[torch.Tensor]:
+        """Returns what the ranks of the group have in which a rank is."""
+        bit = self.bits[group]
+        first, other = self._all((kind, what, rank & ~bit), (kind, what, rank | bit))
+        return [first, *[other] * (num_ranks - 1)]
 
     def _input(self, name: Hashable, dtype: torch.dtype, numel: int) -> torch.Tensor:
         if numel > MAX_ELEMENTS:
@@ -288,25 +314,26 @@ class _Run:
         return result, written, torch.get_rng_state()
 
     def _collective(self, name: str, args: Any, rank: int) -> torch.Tensor:
-        operator = name.split(".")[1]
+        operator, group = name.split(".")[1], args[-1][1]
+        place = int(bool(rank & self.bits[group]))  # in its group
         if operator == "all_to_all_single":
             outputs, inputs = ([size for _, size in sizes] for sizes in args[1:3])
-            part = min(rank, len(inputs) - 1)
+            part = min(place, len(inputs) - 1)
             if any(size != inputs[part] for size in outputs):  # not all ranks cut alike
                 raise CannotRunError(f"{name} needs other ranks")
-            sent = self._of_ranks("value", args[0][1].number, len(inputs))
+            sent = self._of_ranks("value", args[0][1].number, len(inputs), group, rank)
             return torch.cat([each.split(inputs)[part] for each in sent])  # type: ignore[no-untyped-call]
         if operator == "all_reduce":
-            num_ranks = len(named_group_ranks(args[-1][1]))
+            num_ranks = len(named_group_ranks(group))
         elif operator in ("reduce_scatter_tensor", "all_gather_into_tensor"):
             num_ranks = args[-2][1]
         else:
             raise CannotRunError(f"{name} needs other ranks")
-        sent = self._of_ranks("value", args[0][1].number, num_ranks)
+        sent = self._of_ranks("value", args[0][1].number, num_ranks, group, rank)
         if operator == "all_gather_into_tensor":
             return torch.cat(sent)
         total = _REDUCTIONS[args[1][1]](torch.stack(sent)).to(sent[0].dtype)
-        return total if operator == "all_reduce" else total.chunk(num_ranks)[min(rank, num_ranks - 1)]
+        return total if operator == "all_reduce" else total.chunk(num_ranks)[min(place, num_ranks - 1)]
 
     def _thawed(self, frozen: Any, rank: int) -> Any:
         """Returns an argument of which :func:`freeze` made a key."""
@@ -316,6 +343,8 @@ class _Run:
         if kind is Argument:
             made = self._one("value", value.number, rank)
             return laid_out(made, value.layout) if isinstance(made, torch.Tensor) else made
+        if kind is complex:
+            return complex(*map(float.fromhex, value))
         if kind is float:
             return float.fromhex(value)
         return torch.device("cpu") if kind is torch.device else value

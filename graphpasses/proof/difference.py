@@ -171,18 +171,19 @@ def _keys(values: Values, a: Any, b: Any) -> _Leaf | tuple[Value, Value]:
         return _keys(values, a[2], b[2])
     if a[0] == b[0] and a[0] in ("call", "collective") and a[1] == b[1]:
         if a[1] == _ALL_TO_ALL and a[2][1:] != b[2][1:]:  # what ranks send may be cut otherwise
-            return _Leaf(f"{a[1]} is given {_plain(b[2][1:])} instead of {_plain(a[2][1:])}", a[1])
+            return _Leaf(f"{_called(a)} is given {_plain(b[2][1:])} instead of {_plain(a[2][1:])}", a[1])
         x, y = _first_unlike(a[2:], b[2:])
         if isinstance(x, Argument) and isinstance(y, Argument):
             if x.number != y.number:
                 return values[x.number], values[y.number]
-            return _Leaf(f"{a[1]} reads a tensor {_layouts(x.layout, y.layout)}", _unknown(a, b))
-        return _Leaf(f"{a[1]} is given {_plain(y)} instead of {_plain(x)}", _unknown(a, b))
+            return _Leaf(f"{_called(a)} reads a tensor {_layouts(x.layout, y.layout)}", _unknown(a, b))
+        return _Leaf(f"{_called(a)} is given {_plain(y)} instead of {_plain(x)}", _unknown(a, b))
     return _Leaf(f"{_called(a)} became {_called(b)}", _unknown(a, b))
 
 
 def _first_unlike(a: Any, b: Any) -> tuple[Any, Any]:
-    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
+    is_number = isinstance(a, tuple) and a[:1] in ((float,), (complex,))  # as it is frozen
+    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b) and not is_number:
         for x, y in zip(a, b, strict=True):
             if x != y:
                 return _first_unlike(x, y)
@@ -252,7 +253,8 @@ def _plain(key: Any) -> str:
     if isinstance(key, Argument):
         return "a value"
     if isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], type):
-        return _plain(key[1])
+        parts = key[1] if key[0] is complex else (key[1],)
+        return str(key[0](*map(float.fromhex, parts))) if key[0] in (float, complex) else _plain(key[1])
     if isinstance(key, tuple):
         return f"({', '.join(map(_plain, key[:4]))}{', …' if len(key) > 4 else ''})"
     return str(key)

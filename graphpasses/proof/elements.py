@@ -41,7 +41,10 @@ def element(values: Values, dtype: torch.dtype, number: Any) -> int | None:
     if isinstance(number, Value):
         is_size = number.dtype is None and dtype == torch.int64
         return values.source(("number", dtype, number.number)) if is_size else None
-    return constant(values, dtype, number) if isinstance(number, (int, float, bool)) else None
+    try:
+        return constant(values, dtype, number) if isinstance(number, (int, float, bool)) else None
+    except RuntimeError:  # the dtype has no such number: the call will fail
+        return None
 
 
 def repeated(values: Values, dtype: torch.dtype, shape: tuple[int, ...], source: int) -> Value:
@@ -56,7 +59,7 @@ def filled(dtype: torch.dtype | None, value: Any) -> tuple[str, Any]:
 
 @functools.cache
 def _filled(dtype: torch.dtype, kind: type, bits: Any) -> tuple[str, Any]:
-    value = float.fromhex(bits) if kind is float else bits
+    value = kind(*map(float.fromhex, bits)) if kind is complex else float.fromhex(bits) if kind is float else bits
     with outside_tracing():
         number = torch.full((), value, dtype=dtype, device="cpu").item()
     return repr(number), number if number == number else None
@@ -257,7 +260,7 @@ def _of_constant(key: Any, dtype: torch.dtype | None, apply: Callable[[torch.Ten
     with outside_tracing():
         try:
             made = apply(torch.full((), key[3], dtype=key[1], device="cpu"))
-        except NotImplementedError:  # of this dtype
+        except RuntimeError:  # it does not compute in this dtype, or with this number
             return None
         return None if made is None else made.item()
 

@@ -37,7 +37,7 @@ from graphpasses.ops.join_lookups import JOIN_BAGS
 from graphpasses.ops.pack_all_to_all import PACK, PACK_POOLED_EMBEDDINGS, UNPACK
 from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
 from graphpasses.proof import movement
-from graphpasses.proof.calls import Calls, draws_elsewhere, is_function
+from graphpasses.proof.calls import GRADIENT, LOSS, Calls, draws_elsewhere, is_function
 from graphpasses.proof.core.facts import Facts, Leaf, Place
 from graphpasses.proof.core.operators import AXIOMS, RULES
 from graphpasses.proof.core.values import Result, Value
@@ -54,6 +54,7 @@ aten = torch.ops.aten
 # By name: TorchRec defines them, if it is there.
 _TO_COLUMNS, _FROM_COLUMNS = (f"torchrec._split_1d_cat_2d{name}.default" for name in ("", "_backward_impl"))
 _SPLIT = RULES[aten.split_with_sizes.default][1]
+_READS_NONE = METADATA_OPS | {WAIT}
 # By name: torch has these operators where its module of them was imported.
 OFFLOADING = frozenset({"ao.offload.default", "ao.reload.default", "ao.wait_tensor.default"})
 
@@ -91,8 +92,7 @@ class Evaluation(Calls):
         self._constants = {**read_constants(graph.graph), **(constants or {})}
         self._given = given or {}
         self._packs = Packs(facts)
-        self._arriving: dict[fx.Node, Result] = {}  # what launches bring
-        self._waiting: dict[fx.Node, Result] = {}  # what launches bring for which nobody has waited
+        self._waiting: dict[Leaf, fx.Node] = {}  # launches by the memory of what they bring, until someone waits
         self._freed: dict[Leaf, fx.Node] = {}
         self._done = Evaluated(values=self._of, made=self._made, axioms=self._axioms)
 
@@ -107,7 +107,7 @@ class Evaluation(Calls):
                 done.values[node] = self._given[name]
         # What a constant held before the first call; it is read where it is.
         for node in sorted(graph.graph.nodes, key=lambda node: node.op != "get_attr"):
-            self._look_for_freed(node)
+            self._look_for_chance(node)
             if EXACT_REGION in node.meta:
                 self._axioms.add("exact kernels")
             if node.op == "output":
@@ -122,7 +122,8 @@ class Evaluation(Calls):
             for each in value if isinstance(value, list) else [value]:
                 if isinstance(each, Value):
                     done.makers.setdefault(each.number, node)
-        done.broken += [(node, f"{node.name} is launched and never waited for") for node in self._waiting]
+        unread = dict.fromkeys(self._waiting.values())
+        done.broken += [(node, f"{node.name} is launched and never waited for") for node in unread]
         self._outputs()
         done.random_state, done.hidden_state = self._random, self._hidden
         return done
@@ -132,9 +133,9 @@ class Evaluation(Calls):
         counts: dict[str, int] = {}
         for index, (item, node) in enumerate(zip(graph.outputs, graph.output_values, strict=True)):
             if item.is_loss:
-                name = "the loss"
+                name = LOSS
             elif item.is_gradient:
-                name = f"the gradient of {graph.identity.canonical(item.fqn)!r}"
+                name = f"{GRADIENT}{graph.identity.canonical(item.fqn)!r}"
                 if node is None:
                     continue
             elif item.kind in (OutputKind.LEFT, OutputKind.RETURNED):
@@ -149,8 +150,7 @@ class Evaluation(Calls):
             done.outputs[name] = self._read(node) if isinstance(node, fx.Node) else None
             if isinstance(node, fx.Node):
                 done.nodes[name] = node
-        if graph.stage is Stage.STEP:
-            done.shares = self._sharing(done.nodes)
+        done.lies = self._lies(done.nodes, is_step=graph.stage is Stage.STEP)
         for (root, _), held in self._held.items():
             if root.op in ("placeholder", "get_attr"):
                 name = self._inputs.get(root, f"the attribute {root.target}")
@@ -159,38 +159,27 @@ class Evaluation(Calls):
                 if held.beyond is not None:
                     done.written[f"what lies beside {name}"] = self._table[held.beyond]
 
-    def _sharing(self, nodes: Mapping[str, fx.Node]) -> dict[str, frozenset[str]]:
-        """Returns which of some tensors, and of those from outside, have bytes in common; none with itself."""
-        outside = {node.name: node for node in self._facts.places if node.op in ("placeholder", "get_attr")}
-        tensors = [
-            (place, name, node)
-            for name, node in {**outside, **nodes}.items()
-            for place in self._facts.places[node]
-            if place is not None
-        ]
-        found: dict[str, set[str]] = {name: set() for name in nodes}
-        for (_, name, node), (_, other, its) in self._touching(tensors):
-            if node is not its:  # a step copies a value that it returns twice
-                found.get(name, set()).add(other)
-                found.get(other, set()).add(name)
-        return {name: frozenset(others) for name, others in found.items()}
-
     # ---- what depends on chance -----------------------------------------------------------------------------------
 
-    def _look_for_freed(self, node: fx.Node) -> None:
-        """Notes if an operator reads memory that another has freed; a view reads none."""
-        for source in node.all_input_nodes if self._freed else ():
-            for root in self._roots(source) & self._freed.keys():
-                by = self._freed[root]
-                if node.op == "output" or root not in self._roots(node):
-                    self._done.broken.append((by, f"{by.name} frees {source.name}, which {node.name} reads"))
+    def _look_for_chance(self, node: fx.Node) -> None:
+        """Notes if an operator reads memory that another has freed, or has still to fill; a view reads none."""
+        for gone, does in ((self._freed, "frees"), (self._waiting, "brings, before anyone has waited,")):
+            for source in node.all_input_nodes if gone and node.target not in _READS_NONE else ():
+                for root in self._roots(source) & gone.keys():
+                    if node.op == "output" or root not in self._roots(node):
+                        reason = f"{gone[root].name} {does} {source.name}, which {node.name} reads"
+                        self._done.broken.append((gone[root], reason))
 
     def write_tensor(self, place: Place, value: Value, by: fx.Node) -> None:
-        """Notes also if a collective still reads what is there."""
-        for launch in self._waiting:
-            if any(place.root in self._roots(source) for source in launch.all_input_nodes):
-                reason = f"{by.name} writes what {launch.name} sends, before anyone has waited for it"
-                self._done.broken.append((by, reason))
+        """Notes also if a collective still reads what is there, or has still to write there."""
+        for launch in dict.fromkeys(self._waiting.values()):
+            for source in (launch, *launch.all_input_nodes):
+                given = [(each, None, None) for each in self._facts.places[source] if each is not None]
+                mine = (place, by, None)
+                if any(mine in pair for pair in self._touching([mine, *given])):
+                    does = "brings" if source is launch else "sends"
+                    reason = f"{by.name} writes what {launch.name} {does}, before anyone has waited for it"
+                    self._done.broken.append((by, reason))
         super().write_tensor(place, value, by)
 
     # ---- one node -------------------------------------------------------------------------------------------------
@@ -208,11 +197,11 @@ class Evaluation(Calls):
             return integers or self.opaque(node, fake, ("attribute", held))
         if self._is_part(node):
             return self._of[argument(node)][node.args[1]]  # what its memory holds since is read where this is
-        if is_collective(node):
+        if is_collective(node) or (str(node.target).startswith("_c10d_functional.") and node.target != WAIT):
             return self._launch(node)
-        if node.target == WAIT and (launch := node.all_input_nodes[0]) in self._waiting:
-            self._of[launch] = self._waiting.pop(launch)  # its memory holds what has come from now on
-            return self._of[launch]
+        if node.target == WAIT:
+            for root in self._roots(argument(node)):
+                self._waiting.pop(root, None)
         if node.target == UNPACK and (unpacked := self._unpacked(node, fake)) is not None:
             return unpacked
         if node.target in METADATA_OPS:
@@ -266,15 +255,15 @@ class Evaluation(Calls):
         return value
 
     def _size(self, node: fx.Node, fake: Any) -> Result:
-        """Returns the value of a size; what a collective brings has one as soon as it is launched."""
+        """Returns the value of a size."""
         (of, *dim), named = self._arguments(node)
-        value = self._arriving[of] if of in self._arriving else self._read(of)
-        given = self._numbers(value, self._facts.layout(of))
+        given = self._argument(of)
         size = known_size(fake) if isinstance(fake, (int, torch.SymInt)) else None
         key = (size,) if type(size) is int else (str(node.target), given, *dim, freeze(named))
         return self.opaque(node, fake, ("size", *key))
 
-    def _launch(self, node: fx.Node) -> Value:
+    def _launch(self, node: fx.Node) -> Result:
+        """Returns what a collective brings once someone waits for it."""
         sent, group = self._read(node.all_input_nodes[0]), str(collective_group(node))
         given_args, given_kwargs = self._arguments(node)
         args, kwargs = evaluated((given_args, given_kwargs), self._number)
@@ -292,13 +281,15 @@ class Evaluation(Calls):
         if isinstance(sent, Value) and isinstance(result, Value) and node.target == ALL_TO_ALL:
             outputs, inputs = given_args[1:3]
             self._packs.send(sent.number, result.number, outputs, inputs, group)
-        self._waiting[node] = self._arriving[node] = result
         members = self._packs.members(sent.number) if isinstance(sent, Value) else []
         read = map(self._table.__getitem__, members) if members else map(self._read, node.all_input_nodes)
         given = tuple(each for each in read if isinstance(each, Value))
         launch = Collective(node, given, group, freeze(args[1:]), bool(members))
         self._done.collectives.append(launch)
-        return self._table.other(("launched", key, len(self._done.collectives)))
+        if writes := written_inputs(node):
+            result = self._written(node, writes, key, result)
+        self._waiting |= dict.fromkeys(self._roots(node), node)
+        return result
 
     def _unpacked(self, node: fx.Node, fakes: Any) -> list[Any] | None:
         """Returns what each of several all-to-alls brings that travelled as one."""

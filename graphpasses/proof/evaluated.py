@@ -38,8 +38,8 @@ class Evaluated:
     # By what people call them: the loss, the gradient of a parameter, what is written into a buffer; of a
     # tied parameter each output that has one.
     outputs: dict[str, Value | None] = field(default_factory=dict)
-    # By the names of outputs, the others, and the tensors from outside, in whose bytes they lie, too.
-    shares: dict[str, frozenset[str]] = field(default_factory=dict)
+    # By the names of outputs, the others, and the tensors from outside, in whose bytes they lie, too, and how.
+    lies: dict[str, frozenset[str]] = field(default_factory=dict)
     # By what people call them: the tensors from outside that the graph writes.
     written: dict[str, Value] = field(default_factory=dict)
     # By what they are made of, the first checks: those after it of the same raise nothing.

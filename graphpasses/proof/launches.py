@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from graphpasses._torch.group_ranks import named_group_ranks
 from graphpasses._torch.schemas import named_arguments
-from graphpasses.graph import ALL_TO_ALL, argument
+from graphpasses.graph import ALL_TO_ALL
 from graphpasses.graph.certificate import Launch
 from graphpasses.proof.core.values import Piece, Value, Values
 from graphpasses.proof.evaluated import Collective, Evaluated
@@ -37,20 +38,27 @@ def launches_of(values: Values, before: Evaluated, after: Evaluated) -> tuple[La
     sent = _Sent(values, before.collectives)
     number = {launch.node: index for index, launch in enumerate(after.collectives)}
     brought = {source: number[node] for source, node in after.made.items() if node in number}
-    groups = list(dict.fromkeys(launch.group for launch in after.collectives))
     return tuple(
-        Launch(_call(launch.node), groups.index(launch.group), sent.contents(launch, brought))
+        Launch(_call(launch.node), _ranks(launch.group), sent.contents(launch, brought))
         for launch in after.collectives
     )
 
 
+def _ranks(group: str) -> tuple[int, ...]:
+    try:
+        return named_group_ranks(group)
+    except RuntimeError:  # of a group that is gone
+        return ()
+
+
 def _call(node: fx.Node) -> str:
-    sent = argument(node).meta.get("val")
-    if node.target == ALL_TO_ALL or not isinstance(sent, torch.Tensor):  # each rank has splits of its own
-        return f"{node.target} of {getattr(sent, 'dtype', None)}"
+    sent = [each.meta.get("val") for each in node.all_input_nodes]
+    if node.target == ALL_TO_ALL or not isinstance(sent[0], torch.Tensor):  # each rank has splits of its own
+        return f"{node.target} of {getattr(sent[0], 'dtype', None)}"
     given = [*named_arguments(node).values()][1:-1]  # between what is sent and the group
     plain = ", ".join(str(each) for each in given if isinstance(each, (str, int)))
-    return f"{node.target}({plain}) of {sent.numel()} {sent.dtype}"
+    sizes = " and ".join(f"{each.numel()} {each.dtype}" for each in sent if isinstance(each, torch.Tensor))
+    return f"{node.target}({plain}) of {sizes}"
 
 
 class _Stand(NamedTuple):

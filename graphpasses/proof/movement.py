@@ -17,7 +17,7 @@ from graphpasses.graph import WAIT
 from graphpasses.ops.join_lookups import JOIN_FEATURES, SPLIT_FEATURES
 from graphpasses.proof.core.operators import AXIOMS, Rule, axiom
 from graphpasses.proof.core.values import Piece, Result, Value, Values
-from graphpasses.proof.elements import constant, filled, repeated
+from graphpasses.proof.elements import constant, element, filled, repeated
 from graphpasses.proof.pieces import Geometry, concatenated, joined, viewed
 from graphpasses.proof.terms import Term
 
@@ -177,6 +177,8 @@ def _pad(
     values: Values, result: Any, x: Value, pad: Sequence[Any], value: float = 0, *, origin: Hashable = None
 ) -> Result:
     if x.pieces is None or isinstance(value, Value) or any(type(each) is not int or each < 0 for each in pad):
+        return None
+    if x.dtype is None or element(values, x.dtype, value) is None:
         return None
     found: Value | None = x
     for index, (before, behind) in enumerate(zip(pad[::2], pad[1::2], strict=True)):

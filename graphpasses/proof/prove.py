@@ -14,22 +14,20 @@ from torch.types import py_sym_types
 from graphpasses.errors import ProofError
 from graphpasses.fbgemm.names import FBGEMM
 from graphpasses.fsdp.layout import Layout
-from graphpasses.graph import ALL_TO_ALL, DynamoGraph, Stage, TrainGraph, is_collective
-from graphpasses.graph.certificate import Certificate
+from graphpasses.graph import ALL_TO_ALL, Stage, TrainGraph, is_collective
+from graphpasses.graph.certificate import Certificate, Launch
 from graphpasses.proof import eager_gradients
+from graphpasses.proof.calls import GRADIENT
 from graphpasses.proof.core import operators
-from graphpasses.proof.core.facts import Facts
 from graphpasses.proof.core.values import Value
 from graphpasses.proof.core.views import View
 from graphpasses.proof.counterexample import Runs, Trial
-from graphpasses.proof.difference import Difference, are_drawn_alike, find_difference, place_of
+from graphpasses.proof.difference import Difference, are_drawn_alike, find_difference
 from graphpasses.proof.eager_gradients import EagerGradients, layout_of
-from graphpasses.proof.evaluate import Evaluation
 from graphpasses.proof.evaluated import Evaluated
 from graphpasses.proof.launches import launches_of
+from graphpasses.proof.pairs import evaluate_both, why_not_evaluated
 from graphpasses.proof.rows import RowValues
-from graphpasses.proof.sizes import TELLS_SIZES, Sizes
-from graphpasses.proof.torch_calls import TorchCalls, other_input
 from graphpasses.text import some
 
 if TYPE_CHECKING:
@@ -103,44 +101,13 @@ def prove_as(
     layout they then are not proved, as long as they are autograd's sums, reduced and scaled.
     """
     start = time.perf_counter()
-    if before.stage is not after.stage:
-        reason = f"it is a {after.stage.value} graph, not a {before.stage.value} graph"
-    else:
-        nested = (node.target for node in (*before.graph.nodes, *after.graph.nodes) if _returns_lists(node))
-        reason = next((f"{target} returns lists, into which no rule looks" for target in nested), "")
-    if reason:
+    if reason := why_not_evaluated(before, after):
         return Certificate((), (("the graph", reason),), {}, (), time.perf_counter() - start)
-    values = RowValues()
-    sizes = Sizes(values, {group: told for (name, group), told in after.told.items() if name == TELLS_SIZES})
-    updated: set[str] = set()
-    facts = Facts(before.graph)
-    if isinstance(before, DynamoGraph) and isinstance(after, DynamoGraph):
-        if other := other_input(before, after):
-            raise ProofError(f"{subject} is not proved to keep anything: input {other} is another one")
-        one = TorchCalls(before, values, facts, constants=after.copied_constants, sizes=sizes).run()
-        sizes.begin_second()
-        two = TorchCalls(after, values, Facts(after.graph), sizes=sizes).run()
-    else:
-        one = Evaluation(before, values, facts, constants=after.copied_constants, sizes=sizes).run()
-        sizes.begin_second()
-        two = Evaluation(after, values, Facts(after.graph, facts), sizes=sizes).run()
-        known: Facts | None = None
-        held = None if after.update is None else after.update.copied_constants
-        for graph, done in ((before, one), (after, two)):
-            if (update := _update_of(graph, two)) is not None:
-                known = Facts(update.graph, known)
-                given = _given_to(graph, two) | done.written
-                constants = held if graph is before else None
-                then = Evaluation(update, values, known, given, constants, done).run()
-                updated |= then.written.keys()
-                done.go_on(then)
-    known_reasons = {reason for _, reason in one.broken}
-    for node, reason in two.broken:
-        if reason not in known_reasons:
-            raise ProofError(f"the bits of {subject} depend on chance: {reason}\n  {place_of(node)}")
+    pair = evaluate_both(subject, before, after)
+    values, one, two = pair.values, pair.one, pair.two
     proof = _Proof(subject, before, after, values, one, two, layout, topology, is_planned)
     proof.compare()
-    proof.leave_open(updated, sizes.wrong)
+    proof.leave_open(pair.updated, pair.sizes.wrong)
     names = {"operators", "NaNs", *one.axioms, *two.axioms}
     return Certificate(
         tuple(proof.proved),
@@ -151,23 +118,22 @@ def prove_as(
     )
 
 
-def _returns_lists(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, (list, tuple)) and any(isinstance(each, (list, tuple)) for each in value)
+def launches_of_rounding(subject: str, before: TrainGraph, after: TrainGraph) -> tuple[Launch, ...]:
+    """Returns the launches of what a pass that may round has made, beside those of what it was given.
 
-
-def _update_of(graph: TrainGraph, two: Evaluated) -> TrainGraph | None:
-    """Returns a step's update that is not in its own graph; None without all gradients, which is told by itself."""
-    update = graph.update
-    if update is None or update.is_in_step or None in _given_to(graph, two).values():
-        return None
-    return replace_fields(graph, module=update.module, inputs=update.inputs, outputs=update.outputs)
-
-
-def _given_to(graph: TrainGraph, two: Evaluated) -> dict[str, Value | None]:
-    """Returns what the update reads of the rewritten step's gradients: that they are eager's is proved beside it."""
-    gradients = () if graph.update is None else graph.update.gradients
-    return {f"gradient {fqn}": two.outputs.get(f"the gradient of {fqn!r}") for fqn in gradients}
+    Raises:
+        ProofError: what rounding does not excuse: bits depend on chance, or a check or a write is lost.
+    """
+    if why_not_evaluated(before, after):
+        return ()
+    pair = evaluate_both(subject, before, after)
+    one, two = pair.one, pair.two
+    known = {each.name for each in two.checks.values()} | two.written.keys()
+    lost = [(each.name, each.node) for each in one.checks.values() if each.name not in known]
+    lost += [(name, one.nodes[name]) for name in one.written if name not in known and name in one.nodes]
+    for name, node in lost:
+        raise ProofError(f"{subject} changes {name}: {Difference(node, None, 'it is lost')}")
+    return launches_of(pair.values, one, two)
 
 
 @dataclass
@@ -230,11 +196,7 @@ class _Proof:
         candidates = self.changed or self.refused
         name, first = min(candidates, key=lambda each: order.get(each[1].after, len(order)))
         others = [other for other, _ in (*self.changed, *self.refused) if other != name]
-        more = (
-            f" (and {len(others)} others: {', '.join(others[:3])}{', …' if len(others) > 3 else ''})"
-            if others
-            else ""
-        )
+        more = f" (and {len(others)} others: {', '.join(others[:3])}{', …' * (len(others) > 3)})" if others else ""
         verb = "changes" if self.changed else "is not proved to keep"
         raise ProofError(f"{self.subject} {verb} {name}{more}: {first}")
 
@@ -243,7 +205,7 @@ class _Proof:
         if wrong:
             self.unproved += [(name, wrong) for name in self.proved]
             self.proved = []
-        if any(name.startswith("the gradient of ") for name, _ in self.unproved):
+        if any(name.startswith(GRADIENT) for name, _ in self.unproved):
             reason = "it is made of gradients, of which some are not proved"
             self.unproved += [(name, reason) for name in self.proved if name in updated]
             self.proved = [name for name in self.proved if name not in updated]
@@ -303,10 +265,9 @@ class _Proof:
 
     def _compare(self, name: str, one: Value | None, two: Value | None, *, is_known: bool) -> None:
         if one is two and not self._lost_another(name):
-            shared = self.two.shares.get(name, frozenset()) - self.one.shares.get(name, frozenset())
-            if shared:  # who writes one of them would change both
-                its = some(sorted(shared), limit=3)
-                self.unproved.append((name, f"it lies in the memory of {its}, as it did not"))
+            lies = self.two.lies.get(name, frozenset()) - self.one.lies.get(name, frozenset())
+            if lies:  # who writes memory of two would change both, and who reads it may round by its strides
+                self.unproved.append((name, f"it lies in {some(sorted(lies), limit=3)}, as it did not"))
             else:
                 self.proved.append(name)
             return
@@ -332,7 +293,7 @@ class _Proof:
             if self.two.unknown:
                 self.unproved.append((name, f"no rule looks into {self.two.unknown}"))
             elif reason is None:
-                is_further = name.startswith("the gradient of ") and name.endswith(")")
+                is_further = name.startswith(GRADIENT) and name.endswith(")")
                 if is_known and two is None and is_further and self._eager is not None:
                     return  # of a tied parameter's outputs one has the total
                 reason = "it is lost" if two is None else "it was not computed, or written, before"
@@ -383,7 +344,7 @@ class _Proof:
 
     def _unlike_eager(self, name: str, two: Value | None) -> str | None:
         """Returns how a gradient differs from eager's; None where nothing is known of eager's."""
-        if self._eager is None or two is None or two.pieces is None or not name.startswith("the gradient of "):
+        if self._eager is None or two is None or two.pieces is None or not name.startswith(GRADIENT):
             return None
         return self._eager.difference(_parameter_of(name), two)
 

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from graphpasses._torch.schemas import is_operator, schemas
+from graphpasses.graph.nodes import freeze
 from graphpasses.graph.size_arithmetic import size_text
 
 # These count the dims of their first operand; ``unsqueeze`` and ``stack`` count those of their result.
@@ -78,9 +79,7 @@ def _without_defaults(arguments: _Arguments, values: list[Any]) -> tuple[Any, ..
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return isinstance(default, (list, tuple)) and [*value] == [*default]
-    return type(value) is type(default) and value == default
+    return value is default or freeze(value) == freeze(default)
 
 
 def _counted(dim: Any, num_dims: int) -> Any:

@@ -51,6 +51,14 @@ def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         (call(aten.add), ""),
         (call(aten.add_.Tensor), "x"),
         (call(torch.ops.higher_order.cond), "xy"),
+        (call(F.embedding), ""),
+        (call(F.embedding, None, 1.0), "y"),
+        (call(F.batch_norm, training=True), "y"),
+        (call(F.batch_norm), ""),
+        (call(F.instance_norm), "y"),  # its default
+        (call(F.instance_norm, use_input_stats=False), ""),
+        (call(torch._fused_sgd_), "xy"),
+        (call(torch.batch_norm), ""),  # of x, with weight y
     ],
 )
 def test_written_inputs(node: fx.Node, written: str) -> None:

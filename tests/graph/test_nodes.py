@@ -16,7 +16,7 @@ def test_keys_of_arguments() -> None:
 
 
 def test_first_unlike_launch() -> None:
-    a, b = (Launch("all_reduce", 0, {name: (0,)}) for name in "ab")
+    a, b = (Launch("all_reduce", (0, 1), {name: (0,)}) for name in "ab")
     assert [find_unlike_launch([a, b], other) for other in ([a, b], [b, a], [a])] == [None, 0, 1]
 
 
@@ -24,8 +24,13 @@ def test_ranks_that_pack_in_another_order_differ() -> None:
     """Rank 1 would read its first parameter where rank 0 has put its second; a rank may have a part of nothing."""
     contents: list[dict[str, tuple[object, ...]]] = [{"a": (0,), "b": (4,)}, {"b": (0,), "a": (4,)}, {"b": (4,)}]
     contents += [{"c": (0,)}, {}, {"a": (2, -2), "b": (4,)}, {"a": (), "b": (4,)}]
-    launches = [Launch("all_gather", 0, each) for each in contents]
+    launches = [Launch("all_gather", (0, 1), each) for each in contents]
     assert [launches[0].may_meet(other) for other in launches] == [True, False, True, False, True, False, True]
+
+
+def test_ranks_that_launch_in_groups_that_overlap_differ() -> None:
+    shard, other, replicate = (Launch("all_reduce", ranks, {"a": (0,)}) for ranks in ((0, 1), (2, 3), (1, 3)))
+    assert [shard.may_meet(each) for each in (shard, other, replicate)] == [True, True, False]
 
 
 def test_equal_calls_take_their_median() -> None:

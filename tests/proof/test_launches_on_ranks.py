@@ -47,60 +47,6 @@ class Exchange(GraphPass):
         return 1
 
 
-def steps() -> dict[str, str]:
-    """Runs on every rank: calls a step whose collectives are exchanged, and returns what was raised."""
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    for layer in model:
-        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    captured = gp.capture_train_step(lambda model, x: model(x).square().mean(), model, torch.ones(2, 4))
-    found = {}
-    for name, on_all, prove in (
-        ("one rank", False, None),
-        ("all ranks", True, None),
-        ("all ranks, proved on one", True, dist.get_rank() == 0),
-    ):
-        passes = (*gp.default_pipeline().passes, Exchange(on_all=on_all))
-        step = Pipeline(passes).run(captured, prove=prove)
-        try:
-            found[name] = str(step(torch.ones(2, 4)).item())
-        except AgreementError as error:
-            found[name] = str(error)
-    return found
-
-
-@pytest.mark.multiprocess
-def test_exchange_on_one_rank() -> None:
-    zero, one = run_ranks(steps, 2)
-    told = (
-        "ranks 0 and 1 would wait for each other, or mix what they send: as collective 0 of the step, rank 0 "
-        "launches _c10d_functional.all_gather_into_tensor.default(2) of 10 torch.float32 of parameter 0.weight; "
-        "parameter 0.bias, rank 1 _c10d_functional.all_gather_into_tensor.default(2) of 10 torch.float32 of "
-        "parameter 1.weight; parameter 1.bias. Run the same passes on all ranks; a pass must not decide "
-        "by what only its rank knows"
-    )
-    assert zero["one rank"] == one["one rank"] == told
-    # Controls: the same on all ranks is one step, and where a rank has no proof nothing is compared.
-    assert float(zero["all ranks"]) == float(zero["all ranks, proved on one"]) > 0
-
-
-def test_all_to_alls_that_travel_in_another_order() -> None:
-    """A rank that packs and unpacks in another order proves its own graph, but does not meet the others."""
-    with fake_process_group(2):
-        before = capture(lambda x, y: [evenly(x * 2), evenly(y * 3)], torch.ones(2, 4), torch.ones(2, 4))
-        after = Pipeline((BucketAllToAll(),)).run(before)
-        one = gp.prove(before, after)
-        (pack,) = after.graph.find_nodes(op="call_function", target=PACK)
-        (unpack,) = (node for node in after.graph.nodes if "unpack" in str(node.target))
-        pack.args = (pack.args[0][::-1], *pack.args[1:])  # type: ignore[index]
-        for part in [*unpack.users]:
-            part.args = (unpack, 1 - part.args[1])  # type: ignore[operator]
-        two = gp.prove(before, after)
-    assert one
-    assert two
-    assert [*one.launches[0].contents] == [*two.launches[0].contents][::-1] == ["launch 0", "launch 1"]
-
-
 @dataclass(frozen=True)
 class Turn(GraphPass):
     """Exchanges the first two elements of the rows that a collective sends, and of those that it brings."""
@@ -128,6 +74,76 @@ class Turn(GraphPass):
         parts = [graph.emit(aten.slice.Tensor, (rows, 1, *place), like=node) for place in places]
         turned = graph.emit(aten.cat.default, (parts, 1), like=node)
         return graph.emit(aten.view.default, (turned, list(node.meta["val"].shape)), like=node)
+
+
+@dataclass(frozen=True)
+class TurnOnOne(Turn):
+    """Does so on the last rank alone, and says that it may round: its own bits are not proved."""
+
+    numerics = Numerics.ROUNDING
+
+    def rewrite(self, graph: TrainGraph) -> int:
+        return super().rewrite(graph) if dist.get_rank() else 0
+
+
+def steps() -> dict[str, str]:
+    """Runs on every rank: calls a step whose collectives are exchanged, and returns what was raised."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    for layer in model:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    captured = gp.capture_train_step(lambda model, x: model(x).square().mean(), model, torch.ones(2, 4))
+    found = {}
+    for name, on_all, prove in (
+        ("one rank", False, None),
+        ("all ranks", True, None),
+        ("all ranks, proved on one", True, dist.get_rank() == 0),
+    ):
+        passes = (*gp.default_pipeline().passes, Exchange(on_all=on_all))
+        step = Pipeline(passes).run(captured, prove=prove)
+        try:
+            found[name] = str(step(torch.ones(2, 4)).item())
+        except AgreementError as error:
+            found[name] = str(error)
+    turned = Pipeline((*gp.default_pipeline().passes, TurnOnOne((1, 2)))).run(captured)
+    with pytest.raises(AgreementError) as caught:
+        turned(torch.ones(2, 4))
+    found["turned"] = str(caught.value)
+    return found
+
+
+@pytest.mark.multiprocess
+def test_exchange_on_one_rank() -> None:
+    zero, one = run_ranks(steps, 2)
+    told = (
+        "ranks 0 and 1 would wait for each other, or mix what they send: as collective 0 of the step, rank 0 "
+        "launches _c10d_functional.all_gather_into_tensor.default(2) of 10 torch.float32 of parameter 0.weight; "
+        "parameter 0.bias, rank 1 _c10d_functional.all_gather_into_tensor.default(2) of 10 torch.float32 of "
+        "parameter 1.weight; parameter 1.bias. Run the same passes on all ranks; a pass must not decide "
+        "by what only its rank knows"
+    )
+    assert zero["one rank"] == one["one rank"] == told
+    assert "as collective 0 of what pass 'turn' made" in zero["turned"]
+    assert "with elements in other places" in zero["turned"] == one["turned"]
+    # Controls: the same on all ranks is one step, and where a rank has no proof nothing is compared.
+    assert float(zero["all ranks"]) == float(zero["all ranks, proved on one"]) > 0
+
+
+def test_all_to_alls_that_travel_in_another_order() -> None:
+    """A rank that packs and unpacks in another order proves its own graph, but does not meet the others."""
+    with fake_process_group(2):
+        before = capture(lambda x, y: [evenly(x * 2), evenly(y * 3)], torch.ones(2, 4), torch.ones(2, 4))
+        after = Pipeline((BucketAllToAll(),)).run(before)
+        one = gp.prove(before, after)
+        (pack,) = after.graph.find_nodes(op="call_function", target=PACK)
+        (unpack,) = (node for node in after.graph.nodes if "unpack" in str(node.target))
+        pack.args = (pack.args[0][::-1], *pack.args[1:])  # type: ignore[index]
+        for part in [*unpack.users]:
+            part.args = (unpack, 1 - part.args[1])  # type: ignore[operator]
+        two = gp.prove(before, after)
+    assert one
+    assert two
+    assert [*one.launches[0].contents] == [*two.launches[0].contents][::-1] == ["launch 0", "launch 1"]
 
 
 def reduced(x: Tensor) -> Tensor:

@@ -1,0 +1,105 @@
+"""Two graphs of one step, evaluated on the numbers of one table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from dataclasses import replace as replace_fields
+from typing import Any
+
+from torch import fx
+
+from graphpasses.errors import ProofError
+from graphpasses.graph import DynamoGraph, Stage, TrainGraph
+from graphpasses.proof.calls import GRADIENT
+from graphpasses.proof.core.facts import Facts
+from graphpasses.proof.core.values import Value
+from graphpasses.proof.difference import place_of
+from graphpasses.proof.evaluate import Evaluation
+from graphpasses.proof.evaluated import Evaluated
+from graphpasses.proof.rows import RowValues
+from graphpasses.proof.sizes import TELLS_SIZES, Sizes
+from graphpasses.proof.torch_calls import TorchCalls, other_input
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What two graphs do, the second of which was made from the first."""
+
+    values: RowValues
+    sizes: Sizes
+    one: Evaluated
+    two: Evaluated
+    updated: set[str] = field(default_factory=set)  # the names of what updates write that are in no step's graph
+
+
+def why_not_evaluated(before: TrainGraph, after: TrainGraph) -> str:
+    """Returns why no rule looks into two graphs; empty where some do."""
+    if before.stage is not after.stage:
+        return f"it is a {after.stage.value} graph, not a {before.stage.value} graph"
+    nested = (node.target for node in (*before.graph.nodes, *after.graph.nodes) if _returns_lists(node))
+    return next((f"{target} returns lists, into which no rule looks" for target in nested), "")
+
+
+def evaluate_both(subject: str, before: TrainGraph, after: TrainGraph) -> Pair:
+    """Evaluates two graphs.
+
+    Raises:
+        ProofError: the second reads other tensors than the first, says so of what goes by its place, or depends on
+            chance where the first does not.
+    """
+    items = zip((*before.outputs, *before.inputs), (*after.outputs, *after.inputs), strict=False)
+    named: Any = next((two for one, two in items if one != two), None)
+    if named is not None and (before.fixed_signature or before.stage is not Stage.STEP):
+        what = f"{named.kind.value} {named.fqn!r} has another place"
+        raise ProofError(f"{subject} is not proved to keep anything: {what}")
+    values = RowValues()
+    sizes = Sizes(values, {group: told for (name, group), told in after.told.items() if name == TELLS_SIZES})
+    facts = Facts(before.graph)
+    if isinstance(before, DynamoGraph) and isinstance(after, DynamoGraph):
+        if other := other_input(before, after):
+            raise ProofError(f"{subject} is not proved to keep anything: input {other} is another one")
+        one = TorchCalls(before, values, facts, constants=after.copied_constants, sizes=sizes).run()
+        sizes.begin_second()
+        pair = Pair(values, sizes, one, TorchCalls(after, values, Facts(after.graph), sizes=sizes).run())
+    else:
+        one = Evaluation(before, values, facts, constants=after.copied_constants, sizes=sizes).run()
+        sizes.begin_second()
+        pair = Pair(values, sizes, one, Evaluation(after, values, Facts(after.graph, facts), sizes=sizes).run())
+        _evaluate_updates(before, after, pair)
+    known_reasons = {reason for _, reason in pair.one.broken}
+    for node, reason in pair.two.broken:
+        if reason not in known_reasons:
+            raise ProofError(f"the bits of {subject} depend on chance: {reason}\n  {place_of(node)}")
+    return pair
+
+
+def _evaluate_updates(before: TrainGraph, after: TrainGraph, pair: Pair) -> None:
+    known: Facts | None = None
+    held = None if after.update is None else after.update.copied_constants
+    for graph, done in ((before, pair.one), (after, pair.two)):
+        if (update := _update_of(graph, pair.two)) is not None:
+            known = Facts(update.graph, known)
+            given = _given_to(graph, pair.two) | done.written
+            constants = held if graph is before else None
+            then = Evaluation(update, pair.values, known, given, constants, done).run()
+            pair.updated.update(then.written)
+            done.go_on(then)
+
+
+def _returns_lists(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, (list, tuple)) and any(isinstance(each, (list, tuple)) for each in value)
+
+
+def _update_of(graph: TrainGraph, two: Evaluated) -> TrainGraph | None:
+    """Returns a step's update that is not in its own graph; None without all gradients, which is told by itself."""
+    update = graph.update
+    if update is None or update.is_in_step or None in _given_to(graph, two).values():
+        return None
+    return replace_fields(graph, module=update.module, inputs=update.inputs, outputs=update.outputs)
+
+
+def _given_to(graph: TrainGraph, two: Evaluated) -> dict[str, Value | None]:
+    """Returns what the update reads of the rewritten step's gradients: that they are eager's is proved beside it."""
+    gradients = () if graph.update is None else graph.update.gradients
+    return {f"gradient {fqn}": two.outputs.get(f"{GRADIENT}{fqn!r}") for fqn in gradients}
