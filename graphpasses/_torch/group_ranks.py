@@ -38,6 +38,14 @@ def group_store(group: dist.ProcessGroup) -> Any:
     return own
 
 
+def ranks_are_processes(group: dist.ProcessGroup) -> bool:
+    """Whether the ranks of ``group`` run at once: they are not fake, nor threads that take turns."""
+    store: Any = distributed_c10d._get_process_group_store(group)
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return group.size() > 1 and dist.get_backend(group) != "fake" and not isinstance(store, dist.HashStore)
+
+
 def named_group(name: str) -> dist.ProcessGroup:
     """Returns the group that a functional collective calls ``name``."""
     # Functional collectives name their group by string; only this private function maps it back. Tested: 2.13.
