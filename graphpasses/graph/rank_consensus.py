@@ -163,7 +163,7 @@ class RankConsensus:
             raise AgreementError(cause) from raised
 
     def _arrive(self, *, waits: bool) -> bool:
-        """Says that this rank comes to a meeting; if it waits, returns whether all do within their groups' timeout."""
+        """Says that this rank comes to a meeting; if it waits, returns whether all do within the groups' timeout."""
         for group in filter(ranks_are_processes, map(named_group, self.groups)):
             store = group_store(group)
             number = store.add(f"{_MEETING} of rank {dist.get_rank()}", 1)
