@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
@@ -132,9 +133,15 @@ class RankConsensus:
         def meet() -> None:
             nonlocal has_met
             has_met = True
-            if communicates:
-                self._arrive(waits=False)
-            if not self.all_ranks([True])[0]:
+            try:
+                if communicates:
+                    self._arrive(waits=False)
+                is_everywhere = self.all_ranks([True])[0]
+            except RuntimeError as closed:  # one that failed waited for this rank no longer
+                if cause := FailedRanks(self.groups).heard(closed):
+                    raise AgreementError(cause) from closed
+                raise
+            if not is_everywhere:
                 raise error
 
         try:
@@ -163,7 +170,7 @@ class RankConsensus:
             raise AgreementError(cause) from raised
 
     def _arrive(self, *, waits: bool) -> bool:
-        """Says that this rank comes to a meeting; if it waits, returns whether all do within the groups' timeout."""
+        """Says that this rank comes to a meeting; if it waits, returns whether all do while it has patience."""
         for group in filter(ranks_are_processes, map(named_group, self.groups)):
             store = group_store(group)
             number = store.add(f"{_MEETING} of rank {dist.get_rank()}", 1)
@@ -171,7 +178,7 @@ class RankConsensus:
                 store.set(f"{_MEETING} {number}", "")
             if waits:
                 try:
-                    store.wait([f"{_MEETING} {number}"])
+                    store.wait([f"{_MEETING} {number}"], min(_PATIENCE, store.timeout))
                 except RuntimeError:
                     return False
         return True
@@ -201,6 +208,7 @@ def _unlike_launches(one: tuple[int, Sequence[Launch]], other: tuple[int, Sequen
 
 _KEY = "graphpasses: what stopped a rank in a step"
 _MEETING = "graphpasses: meeting"
+_PATIENCE = timedelta(seconds=60)  # of a rank that failed with others that may wait for it until their timeout
 
 
 class FailedRanks:
