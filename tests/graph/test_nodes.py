@@ -28,6 +28,14 @@ def test_ranks_that_pack_in_another_order_differ() -> None:
     assert [launches[0].may_meet(other) for other in launches] == [True, False, True, False, True, False, True]
 
 
+def test_ranks_that_cannot_tell_launches_apart() -> None:
+    """Muon gathers a matrix and its transpose, which are one where a rank's shard has one row."""
+    names = ["launch 31"], ["launch 31/33"], ["launch 33"], ["launch 33", "launch 31"], ["a"]
+    launches = [Launch("all_gather", 0, dict.fromkeys(each, (0,))) for each in names]
+    assert [launches[0].may_meet(other) for other in launches] == [True, True, False, True, False]
+    assert [launches[1].may_meet(other) for other in launches[:3]] == [True, True, True]
+
+
 def test_equal_calls_take_their_median() -> None:
     relu = torch.fx.symbolic_trace(lambda x: torch.ops.aten.relu(x)).graph.output_node().args[0]
     assert OperatorSeconds.of([(relu, 1.0), (relu, 5.0), (relu, 2.0)]).get(relu) == 2.0
