@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from graphpasses.text import some
@@ -18,9 +18,12 @@ class Launch:
     # What is sent, as far as that is known, in its order: inputs, and launches of the captured step or before this;
     # each with how far it is moved from where the captured step sends it, which is empty where this rank only pads.
     contents: Mapping[str, tuple[object, ...]]
+    ranks: tuple[int, ...] = field(default=(), repr=False, compare=False)  # of its process group
 
     def may_meet(self, other: Launch) -> bool:
         """Whether another rank may launch ``other`` where this one launches this."""
+        if self.ranks != other.ranks:  # these do not meet: what is sent is compared with those that do
+            return self.group == other.group
         same = {
             name: its for name in self.contents if (its := _same(name, other.contents))
         }  # a part may be of nothing

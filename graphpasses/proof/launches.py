@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import fx
 
+from graphpasses._torch.group_ranks import named_group_ranks
 from graphpasses._torch.schemas import named_arguments
 from graphpasses.graph import ALL_TO_ALL, argument
 from graphpasses.graph.certificate import Launch
@@ -39,9 +41,16 @@ def launches_of(values: Values, before: Evaluated, after: Evaluated) -> tuple[La
     brought = {source: number[node] for source, node in after.made.items() if node in number}
     groups = list(dict.fromkeys(launch.group for launch in after.collectives))
     return tuple(
-        Launch(_call(launch.node), groups.index(launch.group), sent.contents(launch, brought))
+        Launch(_call(launch.node), groups.index(launch.group), sent.contents(launch, brought), _ranks(launch.group))
         for launch in after.collectives
     )
+
+
+def _ranks(group: object) -> tuple[int, ...]:
+    """Returns the ranks of a process group; none where it is not one of this process."""
+    with suppress(RuntimeError):
+        return named_group_ranks(str(group))
+    return ()
 
 
 def _call(node: fx.Node) -> str:
