@@ -33,7 +33,7 @@ from graphpasses._torch.schemas import bound_arguments, writes_arguments
 from graphpasses._torch.surroundings import after_this_backward
 from graphpasses._torch.symbols import guessed_sizes
 from graphpasses._torch.tangents import gradients_whole
-from graphpasses._torch.written_inputs import keep_reads_of_written
+from graphpasses._torch.written_inputs import hide_copies, keep_reads_of_written, show_copies
 
 Compiled = Callable[..., Any]
 # Rewrites a graph in place; returns what makes of it the one that runs, if that is another.
@@ -290,6 +290,7 @@ class _MinCut(CustomPartitionerFn):
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        show_copies(gm.graph)
         with guessed_sizes(joint_inputs):
             return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
@@ -330,6 +331,7 @@ def compile_inductor(
         stages.joint(gm)
         decompose(gm)
         keep_reads_of_written(gm)
+        hide_copies(gm.graph)
 
     def rewrite_half(gm: fx.GraphModule) -> None:
         stable_topological_sort(gm.graph)  # Inductor does so later

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -36,6 +37,14 @@ def group_store(group: dist.ProcessGroup) -> Any:
     own = store.clone()
     own.set_timeout(store.timeout)  # which the copy of a FileStore forgets
     return own
+
+
+def ranks_are_processes(group: dist.ProcessGroup) -> bool:
+    """Whether the ranks of ``group`` run at once: they are not fake, nor threads that take turns."""
+    store: Any = distributed_c10d._get_process_group_store(group)
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    return group.size() > 1 and dist.get_backend(group) != "fake" and not isinstance(store, c10d.HashStore)
 
 
 def named_group(name: str) -> dist.ProcessGroup:

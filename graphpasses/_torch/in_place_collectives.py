@@ -55,16 +55,25 @@ _FUNCTIONAL: dict[str, Callable[..., Any]] = {
     "scatter": _scatter,
 }
 
+OBJECTS = "objects that ranks send each other"
+
+
+def _refuse_objects(*_: Any) -> str:
+    raise RuntimeError(OBJECTS)
+
 
 @contextmanager
 def collectives_with_waits() -> Iterator[None]:
     """Lets a collective that the user's code waits for be one that a graph knows, a wait, and a copy.
 
     It moves, or adds, the same. Autograd takes no notice of either. A mode of functions is on, under which torch
-    looks for a collective by its name again: the user's code may have imported it under one of its own.
+    looks for a collective by its name again: the user's code may have imported it under one of its own. One
+    that sends objects raises :data:`OBJECTS`.
     """
     with ExitStack() as stack:
         stack.enter_context(BaseTorchFunctionMode())
+        # What each collective of objects asks first, by whatever name it is called.
+        stack.enter_context(mock.patch.object(distributed_c10d, "_get_object_coll_device", _refuse_objects))
         for name, traced in _FUNCTIONAL.items():
             if not hasattr(dist, name):
                 continue

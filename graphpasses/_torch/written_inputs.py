@@ -2,7 +2,8 @@
 
 AOTAutograd writes inputs after all else. Its partitioner does not know that: to save memory it keeps the input, and
 computes again in backward what forward had computed of it, then of what was written (torch 2.13, ``aot_eager`` and
-Inductor: other gradients, without a word).
+Inductor: other gradients, without a word). The caller, too, may write an input before backward, as optimizers of
+tables do to the learning rate: FBGEMM copies it, and Inductor takes a copy for what it was made of.
 """
 
 from __future__ import annotations
@@ -18,8 +19,17 @@ from graphpasses._torch.storage import memories
 
 
 def keep_reads_of_written(module: fx.GraphModule) -> None:
-    """Marks in a joint graph, which is to be split, what forward computes of inputs that it writes."""
-    pending = [*_written(module.graph)]
+    """Marks in a joint graph, which is to be split, what forward computes of inputs that it writes, and copies of any
+    input that backward reads.
+    """
+    graph = module.graph
+    backward, given = _backward(graph), [n for n in graph.find_nodes(op="placeholder") if not is_tangent(n)]
+    of_inputs = {memory for node in given for memory in memories(node.meta.get("val"))}
+    for node in graph.find_nodes(op="call_function", target=_COPY):
+        is_read = node not in backward and not backward.isdisjoint(node.users)
+        if is_read and of_inputs & memories(node.args[0].meta.get("val")):
+            node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+    pending = [*_written(graph)]
     seen = {*pending}
     while pending:
         node = pending.pop()
@@ -31,6 +41,24 @@ def keep_reads_of_written(module: fx.GraphModule) -> None:
                 pending.append(user)
             else:  # what is checkpointed eager, too, computes again, of what was written
                 user.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+
+
+def hide_copies(graph: fx.Graph) -> None:
+    """Lets Inductor, which removes copies from a joint graph, not know those that are to be kept."""
+    for node in graph.find_nodes(op="call_function", target=_COPY):
+        if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE:
+            node.target = _HIDDEN
+
+
+def show_copies(graph: fx.Graph) -> None:
+    """Undoes :func:`hide_copies`."""
+    for node in graph.find_nodes(op="call_function", target=_HIDDEN):
+        if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE:
+            node.target = _COPY
+
+
+# The second computes the same as the first.
+_COPY, _HIDDEN = torch.ops.aten.clone.default, torch.ops.aten.lift_fresh_copy.default
 
 
 def written_by_checkpointed(module: fx.GraphModule) -> list[fx.Node]:
@@ -52,10 +80,7 @@ def _written(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     changed = {
         desc.mutated_input: value for value, desc in described if isinstance(desc, descriptors.InputMutationAOTOutput)
     }
-    backward: set[fx.Node] = set()
-    for node in graph.nodes:
-        if is_tangent(node) or not backward.isdisjoint(node.all_input_nodes):
-            backward.add(node)
+    backward = _backward(graph)
     written = {}
     for node in graph.find_nodes(op="placeholder"):
         copies = [user for user in node.users if user.target is torch.ops.aten.copy_.default and user.args[0] is node]
@@ -67,3 +92,12 @@ def _written(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         values = [value for each, value in given_arguments(node) if each.name in names] if names else []
         written |= {value: node for value in values if isinstance(value, fx.Node)}
     return written
+
+
+def _backward(graph: fx.Graph) -> set[fx.Node]:
+    """Returns the nodes of a joint graph that follow from the gradients of its outputs, and those themselves."""
+    backward: set[fx.Node] = set()
+    for node in graph.nodes:
+        if is_tangent(node) or not backward.isdisjoint(node.all_input_nodes):
+            backward.add(node)
+    return backward

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from graphpasses._torch.ddp import is_replicated
 from graphpasses._torch.dynamo import COMPILED_CALL
 from graphpasses._torch.fake_mode import is_fake, watched_in_other_threads
+from graphpasses._torch.in_place_collectives import OBJECTS
 from graphpasses._torch.module_hooks import is_compiled
 from graphpasses._torch.storage import memories
 from graphpasses._torch.symbols import is_read_number
@@ -152,11 +153,15 @@ _REFUSED_TRACES = {
         "loss_fn gives a tensor for a size at {line}, and none has a value while a step is traced; write "
         "tensor.item(). Modules of torch do so for a PackedSequence: give them padded tensors"
     ),
-    # As the tracer says of the memory that cuDNN gives all weights of a layer, and of what a pickle lies in.
+    # As the tracer says of the memory that cuDNN gives all weights of a layer.
     "argument of type: <class 'torch.storage.UntypedStorage'>": (
         "loss_fn calls an operator at {line} that makes a tensor of other tensors' memory, as an LSTM, a GRU or an "
-        "RNN that runs in cuDNN: turn cuDNN off in both runs, with torch.backends.cudnn.set_flags(False). Objects "
-        "that ranks send each other (all_gather_object) give in the batch"
+        "RNN that runs in cuDNN: turn cuDNN off in both runs, with torch.backends.cudnn.set_flags(False)"
+    ),
+    OBJECTS: (
+        "loss_fn sends objects to other ranks at {line}, as all_gather_object and broadcast_object_list do, and a "
+        "captured step would not. Send them before the step, and give them in the batch; return metrics beside the "
+        "loss, and send them after the step"
     ),
     # As Tensor.numpy says of a tensor that is traced.
     ".numpy() is not supported": (

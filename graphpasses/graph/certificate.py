@@ -21,16 +21,30 @@ class Launch:
 
     def may_meet(self, other: Launch) -> bool:
         """Whether another rank may launch ``other`` where this one launches this."""
-        known = {name for name in self.contents if name in other.contents}  # a rank may have a part of nothing
-        mine, theirs = ([name for name in each.contents if name in known] for each in (self, other))
-        is_like = mine == theirs and bool(mine or not (self.contents and other.contents))
-        moved = ((self.contents[name], other.contents[name]) for name in known)
+        if self.ranks != other.ranks:  # these do not meet: what is sent is compared with those that do
+            return {*self.ranks}.isdisjoint(other.ranks)
+        # A rank may have a part of nothing.
+        same = {name: its for name in self.contents if (its := _same(name, other.contents))}
+        theirs = [name for name in other.contents if _same(name, self.contents)]
+        is_like = [*same.values()] == theirs and bool(same or not (self.contents and other.contents))
+        moved = ((self.contents[name], other.contents[its]) for name, its in same.items())
         is_moved = any(one != two for one, two in moved if one and two)
-        is_group = self.ranks == other.ranks or {*self.ranks}.isdisjoint(other.ranks)
-        return is_like and not is_moved and is_group and self.call == other.call
+        return is_like and not is_moved and self.call == other.call
 
     def __str__(self) -> str:
         return f"{self.call} of {'; '.join(self.contents) or 'other values'}"
+
+
+def _same(name: str, names: Mapping[str, object]) -> str | None:
+    """Returns which of another rank's contents a content may be.
+
+    What several launches send (`launch 3/5`) may be apart on another rank: a shard of one row is its own transpose.
+    """
+    if name in names:
+        return name
+    launches = {*name.removeprefix("launch ").split("/")} if name.startswith("launch ") else set()
+    ours = (each for each in names if each.startswith("launch "))
+    return next((each for each in ours if launches & {*each.removeprefix("launch ").split("/")}), None)
 
 
 def find_unlike_launch(one: Sequence[Launch], two: Sequence[Launch]) -> int | None:

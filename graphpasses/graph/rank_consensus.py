@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.fake_mode import is_fake
-from graphpasses._torch.group_ranks import gathered, group_store, mesh_group_names, named_group
+from graphpasses._torch.group_ranks import gathered, group_store, mesh_group_names, named_group, ranks_are_processes
 from graphpasses.errors import AgreementError
 from graphpasses.graph.certificate import Certificate, Launch, find_unlike_launch
 from graphpasses.graph.nodes import collective_group
@@ -94,11 +95,20 @@ class RankConsensus:
         """
         if not self.groups:
             return
-        digest = zlib.crc32(repr(fact).encode())
+        digest = zlib.crc32(repr((elsewhere, fact)).encode())
         least, negative = self._least([digest, -digest])
         if least == -negative:
             return
-        found = next(filter(None, (difference(*pair) for pair in self._pairs(fact))), None)
+        found = None
+        for (first, (one, its)), (rank, (other, theirs)) in self._pairs((elsewhere, fact)):
+            if one != other:
+                found = found or (
+                    f"ranks {first} and {rank} are at different places: rank {first} asks whether some {one}, rank "
+                    f"{rank} whether they {other}. Capture steps, and call them, in one order on all ranks, with one "
+                    "check="
+                )
+            else:
+                found = found or difference((first, its), (rank, theirs))
         if not self.all_ranks([found is None])[0]:
             raise AgreementError(found or f"other ranks {elsewhere}; their messages say which")
 
@@ -112,26 +122,67 @@ class RankConsensus:
         return pairs
 
     @contextmanager
-    def raised_together(self, error: Exception) -> Iterator[Callable[[], None]]:
+    def raised_together(self, error: Exception, *, communicates: bool = True) -> Iterator[Callable[[], None]]:
         """Raises on all ranks if the block does on one, before it calls what it is given; ``error`` is for the
         others.
+
+        In a block that ``communicates`` these may wait for the one that raised. Then they raise what it did, once
+        what they wait for fails; it launches nothing before all are through, since that would meet what they sent.
         """
         has_met = False
 
         def meet() -> None:
             nonlocal has_met
             has_met = True
-            if not self.all_ranks([True])[0]:
+            try:
+                if communicates:
+                    self._arrive(waits=False)
+                is_everywhere = self.all_ranks([True])[0]
+            except RuntimeError as closed:  # one that failed waited for this rank no longer
+                if cause := FailedRanks(self.groups).heard(closed):
+                    raise AgreementError(cause) from closed
+                raise
+            if not is_everywhere:
                 raise error
 
         try:
             yield meet
-        except Exception:
-            if not has_met:
+        except Exception as raised:
+            if not has_met and communicates:
+                self._meet_failed(raised)
+            elif not has_met:
                 self.all_ranks([False])
             raise
         if not has_met:
             meet()
+
+    def _meet_failed(self, raised: Exception) -> None:
+        """Tells the others that this rank raised; where they no longer meet, raises what another raised before."""
+        failed = FailedRanks(self.groups)
+        cause = failed.heard(raised)
+        if cause is None:
+            failed.tell(raised)
+        with suppress(RuntimeError):
+            if self._arrive(waits=True):
+                self.all_ranks([False])
+                failed.forget()
+                return
+        if cause is not None:
+            raise AgreementError(cause) from raised
+
+    def _arrive(self, *, waits: bool) -> bool:
+        """Says that this rank comes to a meeting; if it waits, returns whether all do while it has patience."""
+        for group in filter(ranks_are_processes, map(named_group, self.groups)):
+            store = group_store(group)
+            number = store.add(f"{_MEETING} of rank {dist.get_rank()}", 1)
+            if store.add(f"{_MEETING} {number}: ranks", 1) == group.size():
+                store.set(f"{_MEETING} {number}", "")
+            if waits:
+                try:
+                    store.wait([f"{_MEETING} {number}"], min(_PATIENCE, store.timeout))
+                except RuntimeError:
+                    return False
+        return True
 
 
 def _unlike(what: str, one: tuple[int, str], other: tuple[int, str]) -> str | None:
@@ -159,12 +210,15 @@ def _unlike_launches(one: tuple[int, _Launches], other: tuple[int, _Launches]) -
         theirs += instead if is_other else ", with elements in other places"
     return (
         f"ranks {first} and {rank} would wait for each other, or mix what they send: as collective {place} of "
-        f"{name}, rank {first} launches {mine}, rank {rank} {theirs}. Run the same passes on all "
-        "ranks; a pass must not decide by what only its rank knows"
+        f"{name}, rank {first} launches {mine}, rank {rank} {theirs}. Let loss_fn run the same modules and "
+        "collectives in one order on all ranks (some alone may communicate after the step), and run the same passes; "
+        "a pass must not decide by what only its rank knows"
     )
 
 
 _KEY = "graphpasses: what stopped a rank in a step"
+_MEETING = "graphpasses: meeting"
+_PATIENCE = timedelta(seconds=60)  # of a rank that failed with others that may wait for it until their timeout
 
 
 class FailedRanks:
@@ -182,24 +236,24 @@ class FailedRanks:
         except AgreementError:  # the others raise, too
             raise
         except Exception as error:
-            cause = self._heard(error) if isinstance(error, RuntimeError) else None
+            cause = self.heard(error)
             if cause is not None:
-                raise AgreementError(f"{cause}. This rank waited for it: {error}") from error
-            self._tell(error)
+                raise AgreementError(cause) from error
+            self.tell(error)
             raise
-        if self._has_told:
-            self._forget()
+        self.forget()
 
-    def _tell(self, error: Exception) -> None:
+    def tell(self, error: Exception) -> None:
+        """Leaves for the others what this rank raised."""
         for group in self._groups:
             text = f"rank {dist.get_rank()} stopped: {type(error).__name__}: {error}"
             with suppress(RuntimeError):  # a store that is gone, or fake: the error itself is raised
                 group_store(named_group(group)).set(_KEY, text)
                 self._has_told = True
 
-    def _heard(self, error: Exception) -> str | None:
-        """Returns what another rank told first, unless it is the same."""
-        for group in self._groups:
+    def heard(self, error: Exception) -> str | None:
+        """Returns what another rank told first, unless it is the same, or this one did not fail in a collective."""
+        for group in self._groups if isinstance(error, RuntimeError) else ():
             try:
                 store = group_store(named_group(group))
                 text = store.get(_KEY).decode() if store.check([_KEY]) else ""
@@ -207,10 +261,11 @@ class FailedRanks:
                 continue
             is_own = text.startswith(f"rank {dist.get_rank()} ")
             if text and not is_own and not text.endswith(f": {error}"):
-                return str(text)
+                return f"{text}. This rank waited for it: {error}"
         return None
 
-    def _forget(self) -> None:
-        for group in self._groups:
+    def forget(self) -> None:
+        """Takes back what this rank left."""
+        for group in self._groups if self._has_told else ():
             group_store(named_group(group)).delete_key(_KEY)
         self._has_told = False

@@ -40,7 +40,7 @@ class Unsharded:
             elsewhere = CaptureError(
                 "on another rank a parameter changed while it was unsharded; its message says which"
             )
-            with RankConsensus.of_model(self._model).raised_together(elsewhere):
+            with RankConsensus.of_model(self._model).raised_together(elsewhere, communicates=False):
                 check_unsharded(self.groups)
         self._aside = self.left & frozenset(staying)
         set_aside(self.groups[index] for index in self._aside)

@@ -10,6 +10,7 @@ from torch import nn
 
 import graphpasses
 from graphpasses._torch import aot_autograd
+from graphpasses.capture.compile_options import Inner
 from tests.helpers.models import same_bits
 
 X = torch.arange(12.0).view(3, 4)
@@ -44,6 +45,19 @@ class Normed(nn.Module):
         return scaled
 
 
+class Copied(nn.Module):
+    """Scales by a copy of what the caller writes before backward, as FBGEMM's lookups update by the learning rate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.linspace(0.1, 1.0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        return y * self.scale.clone()  # type: ignore[operator]
+
+
 @pytest.fixture(autouse=True)
 def nothing_compiled() -> Iterator[None]:
     torch._dynamo.reset()
@@ -51,22 +65,32 @@ def nothing_compiled() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def trained(kind: type[nn.Module], compiled: bool) -> list[torch.Tensor]:
+def trained(kind: type[nn.Module], compiled: bool, inner: Inner = "aot_eager") -> list[torch.Tensor]:
     """Returns the gradient of a model's weight, and its buffers."""
     torch.manual_seed(0)
     model = kind()
-    run = graphpasses.compile(model, inner="aot_eager") if compiled else model
-    run(X).square().sum().backward()
+    run = graphpasses.compile(model, inner=inner) if compiled else model
+    loss = run(X).square().sum()
+    if kind is Copied:
+        model.get_buffer("scale").mul_(0.5)
+    loss.backward()
     return [model.get_parameter("linear.weight").grad, *model.buffers()]  # type: ignore[list-item]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Scaled, Normed])
+@pytest.mark.parametrize("kind", [Scaled, Normed, Copied])
 def test_backward_reads_what_forward_read(kind: type[nn.Module]) -> None:
     before = [*kind().buffers()]
     _, *after = eager = trained(kind, compiled=False)
     assert not any(map(same_bits, after, before))
     assert all(map(same_bits, trained(kind, compiled=True), eager))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Scaled, Normed, Copied])
+def test_inductor_keeps_copies(kind: type[nn.Module]) -> None:
+    eager, compiled = trained(kind, compiled=False), trained(kind, compiled=True, inner="inductor")
+    torch.testing.assert_close(compiled, eager)
 
 
 @pytest.mark.slow

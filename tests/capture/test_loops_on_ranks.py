@@ -158,10 +158,50 @@ def with_a_wrong_batch() -> str:
     return ""
 
 
+def says(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def embedding() -> nn.Module:
+    group = torch.distributed.new_group(timeout=timedelta(seconds=3))
+    return fully_shard(nn.Embedding(8, 8), mesh=DeviceMesh.from_group(group, "cpu"))
+
+
+def failing_alone() -> list[str]:
+    """What each rank says where rank 1 fails in eager's step, and the others wait for it in a collective."""
+
+    def loss_fn(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        return model(ids).sum()
+
+    ids, models = torch.arange(4), [embedding(), embedding()]
+    wrong = ids + 8 * torch.distributed.get_rank()
+    step = capture_train_step(loss_fn, models[1], ids)
+    found = [says(lambda: capture_train_step(loss_fn, models[0], wrong))]
+    torch.distributed.barrier()
+    return [*found, says(lambda: step.check(wrong))]
+
+
+def unlike_calls() -> str:
+    """What each rank says where rank 1 alone does not compare its capture with eager."""
+
+    def call() -> None:
+        model = network(0)
+        step = capture_train_step(lambda model, x: model(x).sum(), model, torch.ones(4, 8), check=not is_second)
+        default_pipeline().run(step)(torch.ones(4, 8))
+
+    is_second = torch.distributed.get_rank() == 1
+    return says(call)
+
+
 def train_all() -> dict[str, tuple[Any, Any]]:
     """Runs on every rank."""
     found: dict[str, tuple[Any, Any]] = {name: (case(False), case(True)) for name, case in CASES.items()}
     found["another teacher"] = distil(False), distil(True, teacher_seed=2)
+    found["unlike calls"] = "", unlike_calls()
     return found | {"a wrong batch": ("", with_a_wrong_batch())}
 
 
@@ -190,6 +230,19 @@ def test_a_wrong_batch_on_one_rank(trained: list[dict[str, tuple[Any, Any]]]) ->
     waiting, wrong = (rank["a wrong batch"][1] for rank in trained)
     assert wrong.startswith("batch[0] differs from the captured batch: expected shape [4, 8]")
     assert waiting.startswith(f"rank 1 stopped: BatchMismatchError: {wrong}. This rank waited for it: ")
+
+
+@pytest.mark.multiprocess
+def test_what_one_rank_alone_raises_is_told() -> None:
+    for waiting, wrong in zip(*run_ranks(failing_alone, 2), strict=True):
+        assert wrong == "IndexError: index out of range in self"
+        assert waiting.startswith(f"AgreementError: rank 1 stopped: {wrong}. This rank waited for it: ")
+
+
+@pytest.mark.multiprocess
+def test_ranks_that_call_other_things(trained: list[dict[str, tuple[Any, Any]]]) -> None:
+    for rank in trained:
+        assert rank["unlike calls"][1].startswith("AgreementError: ranks 0 and 1 are at different places: ")
 
 
 def test_others_that_are_no_tuple_of_models() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
 from torch import Tensor, nn
-from torch.distributed import all_gather_into_tensor, all_reduce
+from torch.distributed import all_gather_into_tensor, all_reduce, broadcast_object_list
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
@@ -72,6 +72,18 @@ def not_waited(model: nn.Module, x: Tensor) -> Tensor:
     return loss / num
 
 
+def sends_objects(model: nn.Module, x: Tensor) -> Tensor:
+    lengths = [len(x)]
+    broadcast_object_list(lengths, 0)
+    return model(x).square().sum() / lengths[0]
+
+
+def gathers_a_number(model: nn.Module, x: Tensor) -> Tensor:
+    loss = model(x).square().sum()
+    dist.all_gather_object([None, None], loss.item())
+    return loss
+
+
 EQUAL: dict[str, Loss] = {
     each.__name__: each for each in (contrastive, per_token, centered, of_the_loss, gathered_scores)
 }
@@ -101,23 +113,27 @@ def train(loss_fn: Loss, *, captured: bool) -> list[Tensor]:
     return [*losses, *whole, *(each.clone() for each in model.buffers())]
 
 
-def train_all() -> tuple[dict[str, bool], bool, str]:
+def train_all() -> tuple[dict[str, bool], bool, dict[str, str]]:
     eager = {name: train(loss_fn, captured=False) for name, loss_fn in EQUAL.items()}
     equal = {
         name: all(map(torch.equal, eager[name], train(loss_fn, captured=True))) for name, loss_fn in EQUAL.items()
     }
     alone = train(lambda model, x: model(x).square().sum() / (x > 0).sum(), captured=True)
-    try:
-        train(not_waited, captured=True)
-        message = ""
-    except CaptureError as error:
-        message = str(error)
-    return equal, all(map(torch.equal, eager["per_token"], alone)), message
+    messages = {}
+    for loss_fn in (not_waited, sends_objects, gathers_a_number):
+        try:
+            train(loss_fn, captured=True)
+        except CaptureError as error:
+            messages[loss_fn.__name__] = str(error)
+    return equal, all(map(torch.equal, eager["per_token"], alone)), messages
 
 
 @pytest.mark.multiprocess
 def test_collectives_of_a_loss() -> None:
-    for equal, is_alone_equal, message in run_ranks(train_all, 2):
+    for equal, is_alone_equal, messages in run_ranks(train_all, 2):
         assert equal == dict.fromkeys(EQUAL, True)
         assert not is_alone_equal  # the control
-        assert message.startswith("loss_fn communicates in place: c10d.allreduce_.default")
+        assert messages["not_waited"].startswith("loss_fn communicates in place: c10d.allreduce_.default")
+        for name in ("sends_objects", "gathers_a_number"):
+            assert messages[name].startswith("loss_fn sends objects to other ranks at ")
+            assert f" in {name}, as all_gather_object" in messages[name]

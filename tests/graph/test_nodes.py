@@ -33,6 +33,24 @@ def test_ranks_that_launch_in_groups_that_overlap_differ() -> None:
     assert [shard.may_meet(each) for each in (shard, other, replicate)] == [True, True, False]
 
 
+def test_ranks_that_cannot_tell_launches_apart() -> None:
+    """Muon gathers a matrix and its transpose, which are one where a rank's shard has one row."""
+    names = ["launch 31"], ["launch 31/33"], ["launch 33"], ["launch 33", "launch 31"], ["a"]
+    launches = [Launch("all_gather", (0, 1), dict.fromkeys(each, (0,))) for each in names]
+    assert [launches[0].may_meet(other) for other in launches] == [True, True, False, True, False]
+    assert [launches[1].may_meet(other) for other in launches[:3]] == [True, True, True]
+
+
+def test_launches_in_other_groups_do_not_meet() -> None:
+    """Replicas of uneven shards are added: the ranks of one replica send different sizes, each to its own peers."""
+    mine, theirs, peers = (
+        Launch(f"all_reduce(sum) of {size}", ranks, {"launch 3": ()})
+        for size, ranks in ((18, (0, 2)), (15, (1, 3)), (15, (0, 2)))
+    )
+    assert mine.may_meet(theirs)
+    assert not mine.may_meet(peers)
+
+
 def test_equal_calls_take_their_median() -> None:
     relu = torch.fx.symbolic_trace(lambda x: torch.ops.aten.relu(x)).graph.output_node().args[0]
     assert OperatorSeconds.of([(relu, 1.0), (relu, 5.0), (relu, 2.0)]).get(relu) == 2.0

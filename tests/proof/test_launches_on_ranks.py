@@ -119,8 +119,9 @@ def test_exchange_on_one_rank() -> None:
         "ranks 0 and 1 would wait for each other, or mix what they send: as collective 0 of the step, rank 0 "
         "launches _c10d_functional.all_gather_into_tensor.default(2) of 10 torch.float32 of parameter 0.weight; "
         "parameter 0.bias, rank 1 _c10d_functional.all_gather_into_tensor.default(2) of 10 torch.float32 of "
-        "parameter 1.weight; parameter 1.bias. Run the same passes on all ranks; a pass must not decide "
-        "by what only its rank knows"
+        "parameter 1.weight; parameter 1.bias. Let loss_fn run the same modules and collectives in one order on all "
+        "ranks (some alone may communicate after the step), and run the same passes; a pass must not decide by what "
+        "only its rank knows"
     )
     assert zero["one rank"] == one["one rank"] == told
     assert "as collective 0 of what pass 'turn' made" in zero["turned"]
