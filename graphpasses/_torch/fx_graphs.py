@@ -113,16 +113,13 @@ def quick_call(module: Any) -> Callable[..., Any]:
         try:
             return forward(module, *values)
         except Exception as error:
-            if ANOTHER_WAY in str(error):
-                raise BatchMismatchError(str(error)) from error
-            if not isinstance(error, torch.OutOfMemoryError):
+            if not isinstance(error, (torch.OutOfMemoryError, BatchMismatchError)):
                 error.add_note(_FAILED)
             raise
 
     return call
 
 
-ANOTHER_WAY = "goes another way in eager with"  # as assertions of captured graphs say
 _FAILED = (
     "A captured graph failed, which calls the same operators for each batch. Where loss_fn catches an error, compute "
     "without it (torch.linalg.cholesky_ex, torch.where); where a mask selects one row or none, ask for that, as in "

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
@@ -21,9 +20,9 @@ from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.types import py_sym_types
 from torch.utils._pytree import SequenceKey, key_get, tree_map
-from torch.utils._sympy.printers import PythonPrinter
 
 from graphpasses._torch import pytree
+from graphpasses._torch.conditions import as_number
 
 
 def expression(size: int | torch.SymInt) -> Any:
@@ -167,9 +166,6 @@ UNTRACEABLE = (fake_tensor.DynamicOutputShapeException, fake_tensor.UnsupportedO
 _aten = torch.ops.aten
 
 _SQUEEZES = (_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims)
-
-# What printed conditions may call.
-_PRINTED = frozenset({"math", "ceil", "floor", "trunc", "sqrt", "max", "min", "abs", "int", "float"})
 
 
 class _Values(dict[sympy.Symbol, Any]):
@@ -355,35 +351,3 @@ def value_at(value: Any, path: Any) -> bool | int | float:
         value, tuple(key for key in path if not isinstance(key, symbolic_shapes.ConvertIntKey))
     )
     return number
-
-
-def as_function(condition: sympy.Basic) -> Callable[[Mapping[sympy.Symbol, Any]], bool]:
-    """Returns what says of values of symbols whether a condition is true; it is not of nan.
-
-    If all symbols are whole numbers, Python computes with them, a hundred times as fast as sympy.
-
-    Example:
-        >>> s = sympy.Symbol("s", integer=True)
-        >>> as_function(sympy.Ge(s, 2))({s: 3})
-        True
-    """
-    symbols = tuple(condition.free_symbols)
-    if all(symbol.is_integer for symbol in symbols):
-        names = {symbol: sympy.Symbol(f"s{index}", integer=True) for index, symbol in enumerate(symbols)}
-        text = PythonPrinter().doprint(condition.xreplace(names))
-        function = eval(f"lambda {', '.join(map(str, names.values()))}: {text}", {"math": math})
-        if _PRINTED.issuperset(function.__code__.co_names):
-            return lambda values: bool(function(*(values[symbol] for symbol in symbols)))
-
-    def is_true(values: Mapping[sympy.Symbol, Any]) -> bool:
-        numbers = [values[symbol] for symbol in symbols]
-        if any(number != number for number in numbers):  # sympy compares no nan
-            return False
-        return bool(condition.xreplace(dict(zip(symbols, map(as_number, numbers), strict=True))))
-
-    return is_true
-
-
-def as_number(value: bool | int | float) -> sympy.Basic:
-    """Returns what a value is in conditions on symbols: a number, also for a bool."""
-    return sympy.sympify(int(value) if isinstance(value, bool) else value)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dis
 import inspect
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 from torch.nn import functional as F
 
-from graphpasses._torch.fake_mode import fake_call, fake_mode_of, outside_tracing
-from graphpasses._torch.fx_graphs import ANOTHER_WAY
+from graphpasses._torch.conditions import as_text
+from graphpasses._torch.fake_mode import fake_call, outside_tracing
 from graphpasses._torch.operator_facts import autograd_node
+from graphpasses._torch.symbols import dim_at
 from graphpasses.capture.traced_lines import frames_to_user, is_traced_code
 from graphpasses.graph.nodes import argument
+from graphpasses.ops.check_sizes import CHECK_SIZES
 
 aten = torch.ops.aten
 
@@ -108,10 +112,36 @@ def reads_bool(node: fx.Node) -> bool:
 
 def assert_truth(item: fx.Node, truth: bool, where: str) -> None:
     """Adds to a traced graph that the bool of which ``item`` reads the value is as code at a line checks it."""
-    condition = argument(item)
+    graph, condition = item.graph, argument(item)
     if not truth:
-        condition = _call(item, aten.logical_not.default, condition)
-    _assert(item, condition, f"loss_fn raises an error at {where} with these values: run it eagerly to see which")
+        value = condition.meta["val"]
+        condition = graph.call_function(aten.logical_not.default, (condition,))
+        with outside_tracing():
+            condition.meta = _origin(item) | {"val": fake_call(value.fake_mode, condition.target, (value,), {})}
+    text = f"loss_fn raises an error at {where} with these values: run it eagerly to see which"
+    asserted = graph.call_function(aten._assert_async.msg, (condition, text[-_MAX_LENGTH:]))
+    asserted.meta = _origin(item) | {"val": None}
+
+
+def assert_of_sizes(condition: sympy.Basic, places: Mapping[Any, tuple[fx.Node, Any]], message: str) -> bool:
+    """Adds to a traced graph that a condition is true of sizes, and of numbers, that nodes bring; whether it can."""
+    text, symbols = as_text(condition) or ("", ())
+    if not symbols or any(places[symbol][1] and dim_at(places[symbol][1]) is None for symbol in symbols):
+        return False
+    numbers = []
+    for number, path in map(places.__getitem__, symbols):
+        node = number
+        if path:
+            node = number.graph.call_function(aten.sym_size.int, (number, dim := dim_at(path)))
+            node.meta = _origin(number) | {"val": number.meta["val"].shape[dim]}
+        numbers.append(node)
+    asserted = numbers[0].graph.call_function(CHECK_SIZES, (numbers, text, message))
+    asserted.meta = _origin(numbers[0]) | {"val": None}
+    return True
+
+
+def _origin(node: fx.Node) -> dict[str, Any]:
+    return {key: value for key, value in node.meta.items() if key != "unbacked_bindings"}
 
 
 # What asks for a number of elements only to spare work: its result is empty, too.
@@ -132,34 +162,3 @@ def user_asks() -> bool:
     """Whether the user's code, or a library's that does not trace, asks for a truth now: no operator of torch."""
     *_, asks, last = frames_to_user()
     return is_traced_code(last) and asks.f_code is torch.SymBool.__bool__.__code__
-
-
-def assert_not_size(node: fx.Node, dim: int, size: int, asking: str, where: str) -> None:
-    """Adds to a traced graph that a dim has not a size, 0 or 1, at which ``asking`` would go another way in eager."""
-    number = node.graph.call_function(aten.sym_size.int, (node, dim))
-    number.meta = _origin(node) | {"val": node.meta["val"].shape[dim]}
-    number = _call(node, aten.scalar_tensor.default, number, dtype=torch.int64)
-    rows = "one row" if size else "no rows"
-    text = f"{asking} ({where}) {ANOTHER_WAY} {rows}, as were selected now: run this batch eagerly"
-    _assert(node, _call(node, aten.ne.Scalar, number, size), text)
-
-
-def _call(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    call = like.graph.call_function(target, args, kwargs)
-    values = [each.meta["val"] if isinstance(each, fx.Node) else each for each in args]
-    # The number of rows is no number yet; any has the shape and the dtype.
-    values = [0 if isinstance(each, torch.SymInt) else each for each in values]
-    mode = fake_mode_of([*values, like.meta["val"]])
-    assert mode is not None
-    with outside_tracing():
-        call.meta = _origin(like) | {"val": fake_call(mode, target, tuple(values), kwargs)}
-    return call
-
-
-def _origin(node: fx.Node) -> dict[str, Any]:
-    return {key: value for key, value in node.meta.items() if key != "unbacked_bindings"}
-
-
-def _assert(like: fx.Node, condition: fx.Node, text: str) -> None:
-    asserted = like.graph.call_function(aten._assert_async.msg, (condition, text[-_MAX_LENGTH:]))
-    asserted.meta = _origin(like) | {"val": None}

@@ -13,13 +13,14 @@ import torch
 from torch import fx, nn
 
 from graphpasses._torch import symbols as traced_symbols
+from graphpasses._torch.conditions import as_number, with_margin
 from graphpasses._torch.fake_mode import is_fake, outside_tracing
 from graphpasses._torch.operator_facts import asking
 from graphpasses._torch.schemas import inner_names, is_tensor_subclass
-from graphpasses._torch.symbols import as_number, bound_symbols, value_at
+from graphpasses._torch.symbols import bound_symbols, value_at
 from graphpasses.analysis.effects import Effects, operator_effects
 from graphpasses.capture.checks import (
-    assert_not_size,
+    assert_of_sizes,
     assert_truth,
     checked_truth,
     reads_bool,
@@ -59,10 +60,12 @@ class Decisions:
         self._slices = _Slices(self._inputs)
         self._values: dict[Symbol, Any] = {}
         self._decisions: list[Decision] = []
-        self._asserted: set[tuple[Symbol, int]] = set()  # sizes that the step asserts not to be
+        self._asserted: set[sympy.Basic] = set()  # of what only running tells
+        self._traced: Any = None
         self._refusal = ""
         try:
             with traced_symbols.decided_by_values(self._value_of, self._decided, self._excluded) as traced:
+                self._traced = traced
                 yield
                 self.guards = self._make_guards(traced)
         except traced_symbols.UNDECIDED as error:
@@ -110,21 +113,28 @@ class Decisions:
 
     def _excluded(self, traced: Any, symbol: Symbol, sizes: Sequence[int]) -> bool:
         """Lets the step raise where a size that only running tells is one of these; whether it can."""
-        node, path = self._slices.bound.get(symbol, (None, ()))
-        dim = traced_symbols.dim_at(path)
-        if node is None or dim is None or user_asks():
+        if symbol not in self._slices.bound or user_asks():
             return False
         for size in sizes:
-            if (symbol, size) not in self._asserted and (size == 1 or not spares_work()):
-                self._asserted.add((symbol, size))
-                assert_not_size(node, dim, size, asking(traced), user_line())
+            condition = sympy.Ne(symbol, size)
+            if condition not in self._asserted and (size == 1 or not spares_work()):
+                self._asserted.add(condition)
+                asks, rows = f"{asking(traced)} ({user_line()})", "one row" if size else "no rows"
+                message = f"{asks} goes another way in eager with {rows}, as were selected: run this batch eagerly"
+                if not assert_of_sizes(condition, self._slices.bound, message):
+                    return False
         return True
 
     def _decided(self, condition: sympy.Basic) -> None:
-        self._decisions.append(Decision(_with_margin(condition), user_line()))
+        self._decisions.append(Decision(with_margin(condition), user_line()))
+        if self._traced is not None:
+            self._slices.follow(self._traced.graph)
+            self._assert_unknown(self._decisions[-1])
 
     def _make_guards(self, traced: Any) -> Guards | None:
         self._slices.follow(traced.graph)
+        for decision in self._decisions:
+            self._assert_unknown(decision)
         stated = {symbol for decision in self._decisions for symbol in decision.condition.free_symbols}
         told = [
             Decision(sympy.Eq(symbol, as_number(value), evaluate=False), "an operator of torch")
@@ -182,6 +192,19 @@ class Decisions:
             )
         return guards
 
+    def _assert_unknown(self, decision: Decision) -> None:
+        """Lets the step assert what was taken for true of numbers that only running tells, once all are there."""
+        condition, bound = decision.condition, self._slices.bound
+        symbols = condition.free_symbols
+        is_known = condition in self._asserted or not any(map(self._slices.refusal, symbols))
+        if not is_known and symbols <= bound.keys() and self._slices.is_open(condition):
+            self._asserted.add(condition)
+            of = "a number of rows that a mask selects, or another that only running tells"
+            message = (
+                f"{decision.where} goes another way in eager unless {condition}, of {of}: run this batch eagerly"
+            )
+            assert_of_sizes(condition, bound, message)
+
     def _size_decisions(self) -> list[Decision]:
         """Returns what a trace takes for granted of sizes that may vary, and torch makes no guard of."""
         found = []
@@ -196,19 +219,6 @@ class Decisions:
                     condition = sympy.Eq(symbol, size)
                 found.append(Decision(condition, f"dim {dim} of {item.fqn}"))
         return found
-
-
-def _with_margin(condition: sympy.Basic) -> sympy.Basic:
-    """Returns a condition that is not true so close to the limit that it decides how sums and products were rounded.
-
-    Sympy adds and multiplies in another order than Python, constants first.
-    """
-    parts = condition.atoms(sympy.Add, sympy.Mul)
-    if all(each.is_integer for part in parts for each in part.args) or not condition.is_Relational:
-        return condition
-    sides = [*condition.args, *condition.free_symbols, *condition.atoms(sympy.Float)]
-    margin = sympy.Float(1e-9) * sum(map(sympy.Abs, sides))
-    return sympy.And(condition, sympy.Abs(condition.lhs - condition.rhs) > margin)
 
 
 def _state(model: nn.Module) -> Iterator[tuple[GraphInput, torch.Tensor]]:
@@ -251,8 +261,9 @@ class _Slices:
 
     def follow(self, graph: fx.Graph) -> None:
         """Looks at what was traced since the last time."""
+        last = next(iter(reversed(graph.nodes)), None)
         for node in graph.nodes:
-            if node in self._memory:
+            if node in self._memory or (node is last and "val" not in node.meta):  # its call runs now
                 continue
             effects = operator_effects(node)
             # A constant of the trace has no fake value, and so no memory that shows.

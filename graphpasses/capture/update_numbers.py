@@ -12,7 +12,8 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 
-from graphpasses._torch.symbols import as_function, decided_by_values, floats_stay_open
+from graphpasses._torch.conditions import as_function
+from graphpasses._torch.symbols import decided_by_values, floats_stay_open
 from graphpasses.graph import GraphInput, InputKind
 from graphpasses.state.optimizer import Number, NumberDecision, numbers_of
 from graphpasses.state.optimizers import Optimizers

@@ -10,7 +10,8 @@ from typing import Any, TypeAlias
 import sympy  # type: ignore[import-untyped]
 from torch import fx, nn
 
-from graphpasses._torch.symbols import as_function, value_at
+from graphpasses._torch.conditions import as_function
+from graphpasses._torch.symbols import value_at
 from graphpasses.graph.train_graph import GraphInput
 
 Symbol: TypeAlias = sympy.Symbol

@@ -113,6 +113,7 @@ def test_computed_rows_of_which_there_may_be_none(of_rows: Callable[[torch.Tenso
             r"^LinalgDetBackward0 \(.* of backward\) .* no rows",
         ),
         (lambda rows: nn.functional.batch_norm(rows, None, None, training=True), NONE, "^batch_norm .* with no rows"),
+        (lambda rows: rows + torch.broadcast_tensors(rows.detach(), ROWS[:2])[0].sum(), ONE, "unless Eq"),
         (lambda rows: rows.cumsum(0), ONE, "^CumsumBackward0 .* with one row"),
     ],
 )

@@ -1,0 +1,68 @@
+"""Conditions on symbols, which stand for sizes and numbers that a trace has no values of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+from torch.utils._sympy.printers import PythonPrinter
+
+# What printed conditions may call.
+_PRINTED = frozenset({"math", "ceil", "floor", "trunc", "sqrt", "max", "min", "abs", "int", "float"})
+
+
+def with_margin(condition: sympy.Basic) -> sympy.Basic:
+    """Returns a condition that is not true so close to the limit that it decides how sums and products were rounded.
+
+    Sympy adds and multiplies in another order than Python, constants first.
+    """
+    parts = condition.atoms(sympy.Add, sympy.Mul)
+    if all(each.is_integer for part in parts for each in part.args) or not condition.is_Relational:
+        return condition
+    sides = [*condition.args, *condition.free_symbols, *condition.atoms(sympy.Float)]
+    margin = sympy.Float(1e-9) * sum(map(sympy.Abs, sides))
+    return sympy.And(condition, sympy.Abs(condition.lhs - condition.rhs) > margin)
+
+
+def as_text(condition: sympy.Basic) -> tuple[str, tuple[sympy.Symbol, ...]] | None:
+    """Returns a condition as Python, in which its symbols are ``s0``, ``s1``, and so on, and these; None if a symbol
+    is no whole number, or Python has no such function.
+    """
+    symbols = tuple(condition.free_symbols)
+    if not all(symbol.is_integer for symbol in symbols):
+        return None
+    names = {symbol: sympy.Symbol(f"s{index}", integer=True) for index, symbol in enumerate(symbols)}
+    text = PythonPrinter().doprint(condition.xreplace(names))
+    called = {*compile(text, "", "eval").co_names} - {*map(str, names.values())}
+    return (text, symbols) if called <= _PRINTED else None
+
+
+def as_function(condition: sympy.Basic) -> Callable[[Mapping[sympy.Symbol, Any]], bool]:
+    """Returns what says of values of symbols whether a condition is true; it is not of nan.
+
+    If all symbols are whole numbers, Python computes with them, a hundred times as fast as sympy.
+
+    Example:
+        >>> s = sympy.Symbol("s", integer=True)
+        >>> as_function(sympy.Ge(s, 2))({s: 3})
+        True
+    """
+    if (printed := as_text(condition)) is not None:
+        text, symbols = printed
+        function = eval(f"lambda {', '.join(f's{index}' for index in range(len(symbols)))}: {text}", {"math": math})
+        return lambda values: bool(function(*(values[symbol] for symbol in symbols)))
+
+    def is_true(values: Mapping[sympy.Symbol, Any]) -> bool:
+        numbers = {symbol: values[symbol] for symbol in condition.free_symbols}
+        if any(number != number for number in numbers.values()):  # sympy compares no nan
+            return False
+        return bool(condition.xreplace({symbol: as_number(number) for symbol, number in numbers.items()}))
+
+    return is_true
+
+
+def as_number(value: bool | int | float) -> sympy.Basic:
+    """Returns what a value is in conditions on symbols: a number, also for a bool."""
+    return sympy.sympify(int(value) if isinstance(value, bool) else value)
