@@ -261,7 +261,7 @@ class _Slices:
 
     def follow(self, graph: fx.Graph) -> None:
         """Looks at what was traced since the last time."""
-        last = next(iter(reversed(graph.nodes)), None)
+        last: Any = next(iter(reversed(graph.nodes)), None)
         for node in graph.nodes:
             if node in self._memory or (node is last and "val" not in node.meta):  # its call runs now
                 continue
