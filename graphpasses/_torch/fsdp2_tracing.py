@@ -49,6 +49,7 @@ def prepare_for_tracing(model: nn.Module) -> None:
         try:
             state._lazy_init()  # which makes a root of one that is no part of an earlier one
         except (RuntimeError, AssertionError) as error:  # a group of modules without a module around them, say
+            state._is_root = None  # it is not initialized, and would be taken for that the next time
             raise CaptureError(f"FSDP2 refuses the model: {error}") from error
         if getattr(state._state_ctx, "manual_backward_finalization", False):  # 2.15 has it
             raise UnsupportedError(

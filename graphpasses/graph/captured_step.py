@@ -15,14 +15,7 @@ from graphpasses._torch.fake_mode import active_fake_mode, is_fake
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module, quick_call
 from graphpasses._torch.surroundings import never_compiled
 from graphpasses.errors import CaptureError
-from graphpasses.graph.accumulation import (
-    CutGraph,
-    Cuts,
-    CutSteps,
-    accumulate_gradient,
-    as_gradient,
-    shared_values,
-)
+from graphpasses.graph.accumulation import CutGraph, Cuts, CutSteps, accumulate_gradient, as_gradient, shared_values
 from graphpasses.graph.batch import Varying, check_leaves, check_memory
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.guards import Guards
@@ -321,11 +314,12 @@ class CapturedStep(TrainGraph):
             "state_dict, and capture the step again"
         )
 
-    def for_model(self, model: nn.Module) -> Self:
+    def for_model(self, model: nn.Module, groups: Mapping[str, str] | None = None) -> Self:
         """Returns the step for another model that was built as the captured one was.
 
         Args:
             model: the other model.
+            groups: the names of its process groups, by those of the captured one's, where they are others.
 
         Raises:
             CaptureError: the step updates its model by an optimizer, which has no other; or the models differ.
@@ -334,8 +328,8 @@ class CapturedStep(TrainGraph):
             raise CaptureError(
                 "the step has its model's optimizer in it; capture a step of the other model with its own optimizer"
             )
-        parameters = parameter_infos(model, self.identity)
-        return replace(self, model=model, parameters=parameters, snapshot=self.snapshot.for_model(model))
+        parameters, snapshot = parameter_infos(model, self.identity), self.snapshot.for_model(model, groups or {})
+        return replace(self, model=model, parameters=parameters, snapshot=snapshot)
 
     @cached_property
     def _unsharded(self) -> Unsharded:

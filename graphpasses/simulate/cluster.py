@@ -138,7 +138,7 @@ def step_for_rank(step: CapturedStep, model: nn.Module) -> CapturedStep:
         names.update(zip(*map(mesh_group_names, (theirs.device_mesh, ours.device_mesh)), strict=True))
     if all(name == own for name, own in names.items()):
         return step.for_model(model)
-    copy = step.copy().for_model(model)
+    copy = step.copy().for_model(model, names)
     for node in copy.graph.nodes:
         if is_collective(node):
             node.args = tuple(names.get(arg, arg) if isinstance(arg, str) else arg for arg in node.args)

@@ -8,6 +8,7 @@ import pickle
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from random import Random, SystemRandom
@@ -21,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from graphpasses._torch.group_ranks import mesh_group_names
 from graphpasses.identity import same_bits
 
 PLAIN = (
@@ -193,7 +195,8 @@ def torch_state(value: Any) -> dict[str, Any] | None:
     return getattr(value, "__dict__", None)
 
 
-class TensorFacts(NamedTuple):
+@dataclass(frozen=True)
+class TensorFacts:
     """What a graph has built in of a tensor that it reads."""
 
     shape: torch.Size
@@ -201,24 +204,31 @@ class TensorFacts(NamedTuple):
     device: torch.device
     strides: tuple[int, ...]  # by which autograd chooses its formula (that of mm), and operators what they return
     placements: tuple[Placement, ...] | None
-    mesh: DeviceMesh | None
+    groups: tuple[str, ...]  # of a DTensor's mesh, by the names that collectives have for them
+    mesh: DeviceMesh | None = field(compare=False)
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorFacts:
-        placed = (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else (None, None)
+        placements, mesh = (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else (None, None)
+        groups = () if mesh is None else mesh_group_names(mesh)
         strides = tensor.stride() if tensor.layout is torch.strided else ()
-        return cls(tensor.shape, tensor.dtype, tensor.device, strides, *placed)
+        return cls(tensor.shape, tensor.dtype, tensor.device, strides, placements, groups, mesh)
+
+    def in_groups(self, names: Mapping[str, str]) -> TensorFacts:
+        """Returns it of a rank that has other groups."""
+        return replace(self, groups=tuple(names.get(name, name) for name in self.groups))
 
     def told_from(self, other: TensorFacts) -> tuple[str, str]:
         """Returns as much of this, and of another, as tells one from the other."""
         pairs = zip(self.texts(), other.texts(), strict=True)
         return next((mine, its) for mine, its in pairs if mine != its)
 
-    def texts(self) -> tuple[str, str, str]:
+    def texts(self) -> tuple[str, ...]:
         """Returns what messages say of it, in ever more detail."""
         kind = f"{self.dtype}{[*self.shape]} on {self.device}"
         strided = f"{kind}, strides {[*self.strides]}"
-        return kind, strided, f"{strided}, {self.placements} of {self.mesh}"
+        placed = f"{strided}, {self.placements} of {self.mesh}"
+        return kind, strided, placed, f"{placed}, process groups {self.groups}"
 
     def __str__(self) -> str:
         placed = f", {self.placements} of {self.mesh}" if self.placements else ""

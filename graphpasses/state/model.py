@@ -64,11 +64,12 @@ class ModelStructure:
         of_parameters = frozenset(chain.from_iterable(parameters))
         return cls(modules, fqns, _facts(modules), names, slots, first, of_parameters, trainable, _kinds(tensors))
 
-    def for_model(self, model: nn.Module) -> ModelStructure:
+    def for_model(self, model: nn.Module, groups: Mapping[str, str]) -> ModelStructure:
         """Returns the structure of another model; raises where that is not built as this one was."""
         modules, facts = self._modules(model, _alike)
-        self._tensors(modules)
-        return replace(self, modules=modules, facts=facts)
+        found = replace(self, kinds=[kind and kind.in_groups(groups) for kind in self.kinds])
+        found._tensors(modules)
+        return replace(found, modules=modules, facts=facts)
 
     def check(self, model: nn.Module) -> list[torch.Tensor | None]:
         """Returns the model's tensors, by slot; raises if it is not what it was: the graph would go on regardless."""

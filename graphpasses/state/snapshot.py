@@ -76,18 +76,20 @@ class Snapshot:
         if is_of:
             _refuse(self.attributes)
         else:  # a module was replaced by one that is alike, but for what forward read of it
-            self.for_model(model)
+            self.for_model(model, {})
         _refuse((*self.settings, *self.tensors))
         _refuse(self.names, _IN_BATCH)
         return tensors
 
-    def for_model(self, model: nn.Module) -> Snapshot:
-        """Returns the same of another model; raises where that is not built as this one was."""
+    def for_model(self, model: nn.Module, groups: Mapping[str, str]) -> Snapshot:
+        """Returns the same of another model, with other process groups, by the names of this one's; raises where that
+        is not built as this one was.
+        """
         if self.held:
             raise CaptureError(
                 f"{next(iter(self.held))!r} is this model's, and {_HELD}; capture the other model's step"
             )
-        structure = self.structure.for_model(model)
+        structure = self.structure.for_model(model, groups)
         others = dict(zip(map(id, self.structure.modules), structure.modules, strict=True))
         known: dict[int, Owner] = {}
         pairs = {(module, id(other)): other for module, other in others.items()}

@@ -78,6 +78,15 @@ def test_a_sum_where_eager_asks_for_premul_sum_is_said_once() -> None:
         assert premultiplied_note(BucketPlan.from_fully_shard(model).entries) is None
 
 
+def test_a_list_of_modules_without_a_root_is_refused_each_time() -> None:
+    with fake_process_group(4):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard([*model], mesh=make_mesh())
+        for _ in range(2):
+            with pytest.raises(CaptureError, match="^FSDP2 refuses the model: "):
+                capture_train_step(lambda model, x: model(x).sum(), model, torch.ones(2, 4))
+
+
 def test_one_rank_communicates_nothing() -> None:
     with fake_process_group(1):
         torch.manual_seed(0)

@@ -72,10 +72,10 @@ def test_a_seed_decides_the_program() -> None:
 
 @pytest.mark.multiprocess
 def test_bits_of_fsdp2_on_two_ranks(tmp_path: Path) -> None:
-    assert "        fully_shard(model, " in Program(8002).source()
+    assert "        fully_shard(model, " in Program(8003).source()
     outcomes = Outcomes(tmp_path / "outcomes.jsonl")
-    run_ranks(judge, 2, 8002, tmp_path, outcomes)
+    run_ranks(judge, 2, 8003, tmp_path, outcomes)
     assert {name: outcome.kind for name, outcome in outcomes.read().items()} == {
-        "8002 captured": "bits",
-        "8002 pipeline": "bits",
+        "8003 captured": "bits",
+        "8003 pipeline": "bits",
     }
