@@ -67,9 +67,9 @@ class ModelStructure:
     def for_model(self, model: nn.Module, groups: Mapping[str, str]) -> ModelStructure:
         """Returns the structure of another model; raises where that is not built as this one was."""
         modules, facts = self._modules(model, _alike)
-        found = replace(self, kinds=[kind and kind.in_groups(groups) for kind in self.kinds])
-        found._tensors(modules)
-        return replace(found, modules=modules, facts=facts)
+        kinds = [kind and kind.in_groups(groups) for kind in self.kinds]
+        self._tensors(modules, kinds)
+        return replace(self, modules=modules, facts=facts, kinds=kinds)
 
     def check(self, model: nn.Module) -> list[torch.Tensor | None]:
         """Returns the model's tensors, by slot; raises if it is not what it was: the graph would go on regardless."""
@@ -100,12 +100,14 @@ class ModelStructure:
                         raise CaptureError(f"{part.text(' when the step was captured')}; {AGAIN}")
         return modules, facts
 
-    def _tensors(self, modules: Iterable[nn.Module]) -> list[torch.Tensor | None]:
+    def _tensors(
+        self, modules: Iterable[nn.Module], kinds: Sequence[TensorFacts | None] | None = None
+    ) -> list[torch.Tensor | None]:
         """Returns the tensors of modules; raises if they are not what they were."""
         tensors = _tensors(modules, self.names)
         if (first := _first(tensors)) != self.first:
             self._refuse_ties(first)
-        for slot, (kind, now) in enumerate(zip(self.kinds, _kinds(tensors), strict=True)):
+        for slot, (kind, now) in enumerate(zip(kinds or self.kinds, _kinds(tensors), strict=True)):
             if kind is not None and now is not None and kind != now:
                 raise changed(repr(self._name(slot)), *kind.told_from(now))
         trained = [tensor for slot in self.trainable if (tensor := tensors[slot]) is not None]

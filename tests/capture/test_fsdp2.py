@@ -83,7 +83,7 @@ def test_a_list_of_modules_without_a_root_is_refused_each_time() -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         fully_shard([*model], mesh=make_mesh())
         for _ in range(2):
-            with pytest.raises(CaptureError, match="^FSDP2 refuses the model: "):
+            with pytest.raises(CaptureError, match=r"^FSDP2 refuses the model: "):
                 capture_train_step(lambda model, x: model(x).sum(), model, torch.ones(2, 4))
 
 
