@@ -116,14 +116,18 @@ class Decisions:
         if symbol not in self._slices.bound or user_asks():
             return False
         for size in sizes:
-            condition = sympy.Ne(symbol, size)
-            if condition not in self._asserted and (size == 1 or not spares_work()):
-                self._asserted.add(condition)
+            if size == 1 or not spares_work():
                 asks, rows = f"{asking(traced)} ({user_line()})", "one row" if size else "no rows"
                 message = f"{asks} goes another way in eager with {rows}, as were selected: run this batch eagerly"
-                if not assert_of_sizes(condition, self._slices.bound, message):
+                if not self._assert(sympy.Ne(symbol, size), message):
                     return False
         return True
+
+    def _assert(self, condition: sympy.Basic, message: str) -> bool:
+        """Lets the step assert a condition, once; whether it can."""
+        if condition not in self._asserted and assert_of_sizes(condition, self._slices.bound, message):
+            self._asserted.add(condition)
+        return condition in self._asserted
 
     def _decided(self, condition: sympy.Basic) -> None:
         self._decisions.append(Decision(with_margin(condition), user_line()))
@@ -194,16 +198,12 @@ class Decisions:
 
     def _assert_unknown(self, decision: Decision) -> None:
         """Lets the step assert what was taken for true of numbers that only running tells, once all are there."""
-        condition, bound = decision.condition, self._slices.bound
-        symbols = condition.free_symbols
-        is_known = condition in self._asserted or not any(map(self._slices.refusal, symbols))
-        if not is_known and symbols <= bound.keys() and self._slices.is_open(condition):
-            self._asserted.add(condition)
+        condition, symbols = decision.condition, decision.condition.free_symbols
+        is_there = symbols <= self._slices.bound.keys() and any(map(self._slices.refusal, symbols))
+        if is_there and self._slices.is_open(condition):
             of = "a number of rows that a mask selects, or another that only running tells"
-            message = (
-                f"{decision.where} goes another way in eager unless {condition}, of {of}: run this batch eagerly"
-            )
-            assert_of_sizes(condition, bound, message)
+            where = f"{decision.where} goes another way in eager unless {condition}, of {of}"
+            self._assert(condition, f"{where}: run this batch eagerly")
 
     def _size_decisions(self) -> list[Decision]:
         """Returns what a trace takes for granted of sizes that may vary, and torch makes no guard of."""
