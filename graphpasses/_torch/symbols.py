@@ -332,11 +332,11 @@ def size_path(dim: int) -> Any:
     return symbolic_shapes.CallMethodKey("size"), SequenceKey(dim)
 
 
-def dim_at(path: Any) -> int | None:
-    """Returns of which dim of a tensor the size stands at a place; None if none does, or in what the tensor is in."""
+def size_at(path: Any) -> tuple[list[int], int] | None:
+    """Returns of which tensor, by its indices in tuples, and which dim the size stands at a place; None if none."""
     match path:
-        case (symbolic_shapes.CallMethodKey(name="size"), SequenceKey(idx=dim)):
-            return int(dim)
+        case (*keys, symbolic_shapes.CallMethodKey(name="size"), SequenceKey(idx=dim)):
+            return [key.idx for key in keys], dim
     return None
 
 

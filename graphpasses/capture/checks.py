@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import operator
 from collections.abc import Mapping
 from types import FrameType
 from typing import Any
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from graphpasses._torch.conditions import as_text
 from graphpasses._torch.fake_mode import fake_call, outside_tracing
 from graphpasses._torch.operator_facts import autograd_node
-from graphpasses._torch.symbols import dim_at
+from graphpasses._torch.symbols import size_at
 from graphpasses.capture.traced_lines import frames_to_user, is_traced_code
 from graphpasses.graph.nodes import argument
 from graphpasses.ops.check_sizes import CHECK_SIZES
@@ -126,18 +127,27 @@ def assert_truth(item: fx.Node, truth: bool, where: str) -> None:
 def assert_of_sizes(condition: sympy.Basic, places: Mapping[Any, tuple[fx.Node, Any]], message: str) -> bool:
     """Adds to a traced graph that a condition is true of sizes, and of numbers, that nodes bring; whether it can."""
     text, symbols = as_text(condition) or ("", ())
-    if not symbols or any(places[symbol][1] and dim_at(places[symbol][1]) is None for symbol in symbols):
+    found = [_number_at(*places[symbol]) for symbol in symbols]
+    numbers = [number for number in found if number is not None]
+    if not symbols or len(numbers) < len(found):
         return False
-    numbers = []
-    for number, path in map(places.__getitem__, symbols):
-        node = number
-        if path:
-            node = number.graph.call_function(aten.sym_size.int, (number, dim := dim_at(path)))
-            node.meta = _origin(number) | {"val": number.meta["val"].shape[dim]}
-        numbers.append(node)
     asserted = numbers[0].graph.call_function(CHECK_SIZES, (numbers, text, message))
     asserted.meta = _origin(numbers[0]) | {"val": None}
     return True
+
+
+def _number_at(node: fx.Node, path: Any) -> fx.Node | None:
+    """Returns the node of the number that stands at a place of a node's value; None if it is no size."""
+    if not path:
+        return node
+    if (place := size_at(path)) is None:
+        return None
+    indices, dim = place
+    for index in indices:  # the tracer took parts as soon as there were any
+        node = next(user for user in node.users if user.target is operator.getitem and user.args[1] == index)
+    size = node.graph.call_function(aten.sym_size.int, (node, dim))
+    size.meta = _origin(node) | {"val": node.meta["val"].shape[dim]}
+    return size
 
 
 def _origin(node: fx.Node) -> dict[str, Any]:

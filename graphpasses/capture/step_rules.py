@@ -14,9 +14,9 @@ from torch import fx
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.schemas import inner_names, is_tensor_subclass
 from graphpasses._torch.storage import memories
-from graphpasses.capture.guards import is_literal
 from graphpasses.capture.random_state import RandomCalls, find_random_fault
 from graphpasses.capture.refusals import OTHER_MEMORY, WRITE_IN_PLACE
+from graphpasses.capture.slices import is_literal
 from graphpasses.errors import CaptureError
 from graphpasses.graph import CapturedStep, OutputKind
 from graphpasses.graph.nodes import named_call

@@ -114,6 +114,11 @@ def test_computed_rows_of_which_there_may_be_none(of_rows: Callable[[torch.Tenso
         ),
         (lambda rows: nn.functional.batch_norm(rows, None, None, training=True), NONE, "^batch_norm .* with no rows"),
         (lambda rows: rows + torch.broadcast_tensors(rows.detach(), ROWS[:2])[0].sum(), ONE, "unless Eq"),
+        (
+            lambda rows: torch.broadcast_tensors(torch.unique(rows.detach(), dim=0), ROWS[:2])[0].sum() * rows,
+            ONE,
+            "unless Eq",
+        ),
         (lambda rows: rows.cumsum(0), ONE, "^CumsumBackward0 .* with one row"),
     ],
 )
@@ -134,6 +139,15 @@ def test_computed_rows_with_which_eager_goes_another_way(
 )
 def test_computed_rows_whose_number_decides(of_rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
     with pytest.raises(CaptureError, match="decides by a tensor's value"):
+        bits_kept(of_rows)
+
+
+def test_a_check_of_a_fraction() -> None:
+    def of_rows(rows: torch.Tensor) -> torch.Tensor:
+        torch._check(rows.detach().mean().item() < 9.0)
+        return rows
+
+    with pytest.raises(CaptureError, match=r"as if .* < 9\.0, which a captured step cannot assert"):
         bits_kept(of_rows)
 
 

@@ -1,0 +1,166 @@
+"""What must run of a traced step, before it, to know a number that decides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import fx
+
+from graphpasses._torch import symbols as traced_symbols
+from graphpasses._torch.fake_mode import is_fake, outside_tracing
+from graphpasses._torch.symbols import bound_symbols, value_at
+from graphpasses.analysis.effects import Effects, operator_effects
+from graphpasses.fbgemm.names import SIZED_BY_OFFSETS
+from graphpasses.graph import GraphInput, InputKind
+from graphpasses.graph.guards import Symbol
+from graphpasses.graph.nodes import reach, storages
+
+aten = torch.ops.aten
+
+# Operators of whose results the sizes follow from the values of one argument, and the shapes of the others.
+_SIZED_BY = {
+    "aten.index.Tensor": 1,
+    "aten.masked_select.default": 1,
+    **SIZED_BY_OFFSETS,
+}
+
+
+class Slices:
+    """What must run of a trace, before a step, to know the value of a symbol."""
+
+    def __init__(self, inputs: Sequence[tuple[GraphInput, Any]]) -> None:
+        self.placeholders: list[fx.Node] = []
+        self._inputs = inputs
+        self.bound: dict[Symbol, tuple[fx.Node, Any]] = {}  # the node that brings a symbol, and its place there
+        self.brought: dict[fx.Node, dict[Symbol, Any]] = {}  # the symbols that a node brings, and their places
+        self._memory: dict[fx.Node, set[Any]] = {}
+        self._writers: dict[Any, list[fx.Node]] = {}
+        self._unknown: dict[Any, str] = {}  # by node, or memory, why it cannot be computed
+        # Calls that cannot be computed, but whose sizes can. Of what is unknown of their arguments the shape counts:
+        # any tensor of it stands in.
+        self._sized: set[fx.Node] = set()
+        self.stand_ins: dict[fx.Node, torch.Tensor] = {}
+
+    def follow(self, graph: fx.Graph) -> None:
+        """Looks at what was traced since the last time."""
+        last: Any = next(iter(reversed(graph.nodes)), None)
+        for node in graph.nodes:
+            if node in self._memory or (node is last and "val" not in node.meta):  # its call runs now
+                continue
+            effects = operator_effects(node)
+            # A constant of the trace has no fake value, and so no memory that shows.
+            self._memory[node] = storages(node).union(*(self._memory[other] for other in effects.shares))
+            self._memory[node] |= {node} if node.op == "get_attr" else set()
+            if node.op == "placeholder":
+                self.placeholders.append(node)
+            for symbol, path in bound_symbols(node).items():
+                self.bind(symbol, node, path)
+            reason = self._reason(node, effects)
+            if reason is not None:
+                self._unknown[node] = reason
+                self._look_at_sizes(node)
+            for key in (key for other in effects.writes for key in self._memory[other]):
+                self._writers.setdefault(key, []).append(node)
+                if reason is not None:
+                    self._unknown[key] = reason
+
+    def _look_at_sizes(self, node: fx.Node) -> None:
+        """Notes of a call that cannot be computed whether its sizes can, with others in place of what is unknown."""
+        deciding = _SIZED_BY.get(str(node.target))
+        if deciding is None or node not in self.brought:
+            return
+        known: list[fx.Node] = []
+        fx.node.map_arg(node.args[deciding], known.append)
+        others = [each for each in node.all_input_nodes if each not in known]
+        shapes = {each: each.meta["val"] for each in others if self._why_unknown(each) is not None}
+        if any(map(self._why_unknown, known)) or not all(
+            isinstance(size, int) for value in shapes.values() for size in value.shape
+        ):
+            return
+        self._sized.add(node)
+        with outside_tracing():
+            for each, value in shapes.items():  # of one element, be it as large as an embedding
+                self.stand_ins[each] = torch.zeros((), dtype=value.dtype, device=value.device).expand(value.shape)
+
+    def _why_unknown(self, node: fx.Node) -> str | None:
+        return next((self._unknown[key] for key in (node, *self._memory[node]) if key in self._unknown), None)
+
+    def bind(self, symbol: Symbol, node: fx.Node, path: Any) -> None:
+        """Notes that a symbol is at a place of a node's value, unless another node brought it."""
+        if self.bound.setdefault(symbol, (node, path))[0] is node:
+            self.brought.setdefault(node, {})[symbol] = path
+
+    def is_size_of_input(self, symbol: Symbol) -> bool:
+        """Whether a symbol is the size of a dim that varies."""
+        return symbol in self.bound and self.bound[symbol][0].op == "placeholder"
+
+    def size_of_input(self, symbol: Symbol) -> int:
+        """Returns the size that such a symbol has in the batch that is traced."""
+        node, path = self.bound[symbol]
+        return int(value_at(self._inputs[self.placeholders.index(node)][1], path))
+
+    def _reason(self, node: fx.Node, effects: Effects) -> str | None:
+        if node.op == "placeholder":
+            item, value = self._inputs[len(self.placeholders) - 1]
+            if item.kind is InputKind.PARAMETER:
+                return f"depends on parameter {item.fqn!r}"
+            return f"depends on {item.fqn}, a fake tensor" if is_fake(value) else None
+        for other in node.all_input_nodes:
+            if (reason := self._why_unknown(other)) is not None:
+                return reason
+        if effects.has_hidden_state:
+            return f"depends on random numbers ({node.target})"
+        return None if effects.group is None else f"depends on what other ranks send ({node.target})"
+
+    def refusal(self, symbol: Symbol) -> str | None:
+        """Returns why the value of a symbol cannot be computed before a step; None if it can."""
+        if symbol not in self.bound:
+            return "cannot be computed before the step"
+        node = self.bound[symbol][0]
+        return None if self.is_size_of_input(symbol) or node in self._sized else self._unknown.get(node)
+
+    def can_vary(self, symbols: Iterable[Symbol]) -> bool:
+        """Whether the values of symbols can be computed before a step, and may differ from step to step."""
+        symbols = list(symbols)
+        return all(self.refusal(symbol) is None for symbol in symbols) and any(
+            node.op == "placeholder" or (node.op == "get_attr" and not is_literal(node))
+            for node in self.nodes(symbols)
+        )
+
+    def is_open(self, condition: sympy.Basic) -> bool:
+        """Whether a condition may be false: it is not that a size is no less than zero.
+
+        What no node brings is the size of a fake result that torch made to ask for its kind alone.
+        """
+        sizes = {
+            symbol: sympy.Dummy(integer=True, nonnegative=True)
+            for symbol in condition.free_symbols
+            if symbol not in self.bound or traced_symbols.is_size(self.bound[symbol][1])
+        }
+        return condition.xreplace(sizes) is not sympy.true
+
+    def nodes(self, symbols: Iterable[Symbol]) -> list[fx.Node]:
+        """Returns the nodes that the values of symbols follow from, in order."""
+
+        def sources(node: fx.Node) -> list[fx.Node]:
+            if node in self.stand_ins:
+                return []
+            readers = [*node.all_input_nodes, *([] if node in self._sized else [node])]
+            memory = {key for other in readers if other not in self.stand_ins for key in self._memory[other]}
+            writers = (writer for key in memory for writer in self._writers.get(key, ()))
+            return [*node.all_input_nodes, *(writer for writer in writers if writer < node)]
+
+        return sorted(reach([self.bound[symbol][0] for symbol in symbols], sources))
+
+    def written(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+        """Returns the placeholders and constants that nodes write in place."""
+        memory = {key for node in nodes for other in operator_effects(node).writes for key in self._memory[other]}
+        return [node for node in nodes if node.op in ("placeholder", "get_attr") and self._memory[node] & memory]
+
+
+def is_literal(node: fx.Node) -> bool:
+    """Whether a constant is one that ``loss_fn`` makes at each call, as ``torch.tensor(2)`` does."""
+    return all(user.target is aten.lift_fresh_copy.default for user in node.users)
