@@ -358,5 +358,5 @@ _READ_GRADIENTS = ("graphpasses.", "torch._subclasses.", "torch.distributed.")
 OTHER_MEMORY = "gets other memory while loss_fn runs"
 WRITE_IN_PLACE = (
     ". A captured step would not follow: it would read and write the old memory. Write the tensor in place, e.g. "
-    "with tensor.copy_(...) under torch.no_grad()"
+    "with tensor.copy_(...) under torch.no_grad(); if only the first call does so, run it before the capture"
 )

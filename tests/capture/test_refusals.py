@@ -307,7 +307,7 @@ def test_a_tensor_that_gets_other_memory(
     assert str(error.value) == (
         f"{what} gets other memory while loss_fn runs, {how.format(file=__file__, line=line)}. A captured step would "
         "not follow: it would read and write the old memory. Write the tensor in place, e.g. with tensor.copy_(...) "
-        "under torch.no_grad()"
+        "under torch.no_grad(); if only the first call does so, run it before the capture"
     )
     torch.ones(1).data = torch.ones(2)  # as ever
 
