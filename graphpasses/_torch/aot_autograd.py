@@ -212,12 +212,12 @@ def compile_aot_eager(
                 args.clear()  # so that what only this call needs is freed as soon as it is used
                 return run_graph(values)
 
-            return _boxed(run)
+            return boxed(run)
 
         return compile_graph
 
     def compile_backward(gm: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
-        return _boxed(stages.compile_backward(gm, inputs, compiler(stages.backward)))
+        return boxed(stages.compile_backward(gm, inputs, compiler(stages.backward)))
 
     # A second backward, with retain_graph=True, may read what the first has read: nothing writes over it.
     kept = mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", return_value=[])
@@ -250,7 +250,7 @@ def _call_eagers(gm: fx.GraphModule) -> fx.GraphModule:
     return gm
 
 
-def _boxed(run: Compiled) -> Compiled:
+def boxed(run: Compiled) -> Compiled:
     """Lets AOTAutograd give a function one list, which it clears."""
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
@@ -325,7 +325,7 @@ def compile_inductor(
         with stages.while_compiling():
             if not is_backward:
                 return compile_fx_inner(gm, inputs, **kwargs)
-            return _boxed(stages.compile_backward(gm, inputs, compile_part))
+            return boxed(stages.compile_backward(gm, inputs, compile_part))
 
     def rewrite_joint(gm: fx.GraphModule) -> None:
         stages.joint(gm)

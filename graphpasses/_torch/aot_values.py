@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 from torch._functorch._aot_autograd import descriptors
 
@@ -31,6 +32,19 @@ def describe_output(desc: Any) -> tuple[int | None, str, str]:
     whole, attr = _whole(desc)
     of = whole.grad_of if isinstance(whole, descriptors.GradAOTOutput) else None
     return of.idx if isinstance(of, descriptors.PlainAOTInput) else None, attr, str(desc)
+
+
+def written_input(desc: Any) -> int | None:
+    """Returns the position of the input that an output of a graph is written to after it; None if it is none."""
+    whole, _ = _whole(desc)
+    is_written = isinstance(whole, (descriptors.InputMutationAOTOutput, descriptors.MetadataMutationAOTOutput))
+    of = whole.mutated_input if is_written else None
+    return of.idx if isinstance(of, descriptors.PlainAOTInput) else None
+
+
+def adds_gradients(node: fx.Node) -> bool:
+    """Whether a node of a joint or a backward graph is autograd's sum of the gradients of two uses of a tensor."""
+    return node.target is torch.ops.aten.add.Tensor and node.meta.get("is_gradient_acc", False)
 
 
 def _whole(desc: Any) -> tuple[Any, str]:

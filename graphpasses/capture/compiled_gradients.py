@@ -18,8 +18,8 @@ from graphpasses._torch.aot_autograd import added_in_this_backward, backward_nod
 from graphpasses._torch.aot_values import describe_input, describe_output
 from graphpasses._torch.surroundings import after_this_backward, changes_gradient, goes_on_to, never_compiled
 from graphpasses.analysis.effects import has_gradient, reached_outputs
-from graphpasses.analysis.uses import num_uses
 from graphpasses.capture.autocast_casts import autocasts_around
+from graphpasses.capture.uses_apart import UsesApart
 from graphpasses.errors import FidelityError, UnsupportedError
 from graphpasses.fbgemm.lookups import find_triggers
 from graphpasses.graph import DynamoGraph
@@ -84,9 +84,10 @@ class CompiledGradients:
 
     names: tuple[str, ...]
     reached: tuple[frozenset[int], ...]  # the outputs that come from an input
-    num_uses: tuple[int, ...]
     triggers: tuple[int, ...]  # of lookups that update their tables in backward
     keeps_bits: bool  # whether what compiled the graph adds as eager does
+    uses: UsesApart
+    num_uses: Sequence[int] = ()  # of inputs that the graph gives a gradient, if it keeps bits
     cast: str | None = None  # a call of the backward that the autocast around forward casts if both are in its block
 
     @classmethod
@@ -96,12 +97,18 @@ class CompiledGradients:
         return cls(
             tuple(item.fqn for item in graph.inputs),
             tuple(reached.get(node, frozenset()) for node in nodes),
-            tuple(map(num_uses, nodes)),
             tuple(index for index, node in enumerate(nodes) if node in triggers),
-            keeps_bits=keeps_bits,
+            keeps_bits,
+            UsesApart(graph),
         )
 
-    def follow(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+    def read(self, joint: fx.Graph) -> None:
+        """Reads from a joint graph how many gradients eager adds for each input."""
+        self.num_uses = self.uses.read(joint)
+
+    def follow(
+        self, outputs: Sequence[Any], inputs: Sequence[Any], taken: dict[int, list[Tensor | None]] | None = None
+    ) -> None:
         """Lets the backward of a call give no gradient that eager does not give.
 
         Where the loss does not depend on an output, AOTAutograd gives zeros to what that output alone comes from.
@@ -112,8 +119,9 @@ class CompiledGradients:
             node.register_prehook(partial(_check_tables_reached, triggers))
         places = {each.output_nr: i for i, each in enumerate(outputs) if getattr(each, "grad_fn", None) is node}
         tensors = [index for index, value in enumerate(inputs) if isinstance(value, Tensor)]
-        watched = {index for index in tensors if self.num_uses[index] > 1 and not changes_gradient(inputs[index])}
-        node.register_hook(partial(self._after, ref(node), places, tensors, watched))
+        several = {index for index, count in enumerate(self.num_uses) if count > 1} - (taken or {}).keys()
+        watched = {index for index in several if not changes_gradient(inputs[index])}
+        node.register_hook(partial(self._after, ref(node), places, tensors, several, watched, taken or {}))
         token = token_of(*(inputs[index] for index in tensors if inputs[index].requires_grad))
         node.register_hook(partial(_refuse_derivative, token))
 
@@ -122,7 +130,9 @@ class CompiledGradients:
         node: ref[Any],
         places: dict[int, int],
         tensors: Sequence[int],
+        several: Container[int],
         watched: Container[int],
+        taken: dict[int, list[Tensor | None]],
         gradients: Sequence[Tensor | None],
         given: Sequence[Tensor | None],
     ) -> tuple[Tensor | None, ...] | None:
@@ -135,6 +145,8 @@ class CompiledGradients:
         ]
         if not self.keeps_bits:
             return tuple(kept)
+        if not self.uses.take(taken):
+            raise FidelityError(_SEVERAL.format(self.names[next(index for index in taken if not taken[index])]))
         if self.cast and autocasts_around():
             raise FidelityError(
                 f"backward runs under autocast, which in eager casts what {self.cast} is given, and nothing in a "
@@ -142,9 +154,9 @@ class CompiledGradients:
             )
         added, edges = added_in_this_backward(), node().next_functions  # type: ignore[union-attr]
         for index, edge, gradient in zip(tensors, edges, kept, strict=True):
-            if gradient is None:
+            if gradient is None or index in taken:
                 continue
-            if edge in added and self.num_uses[index] > 1:
+            if edge in added and index in several:
                 raise FidelityError(_SEVERAL.format(self.names[index]))
             if index in watched:
                 added[edge] = gradient

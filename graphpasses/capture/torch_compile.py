@@ -178,6 +178,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
         if stage is Stage.JOINT and keeps_bits:  # Inductor would trace into the operator
             backward = backward_nodes(graph)
             gradients.cast = find_cast(filter(backward.__contains__, graph.graph.nodes), around)
+            gradients.read(graph.graph)
             give_eagers_formulas(graph.graph, backward.__contains__)
             copy_held(graph.graph)
             names = dict(zip(graph.placeholders, graph.inputs, strict=True))
@@ -188,6 +189,8 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
                 )
         made = run(graph)
         gm.graph = made.graph
+        if stage is Stage.BACKWARD and keeps_bits and late is None:
+            gradients.uses.return_apart(gm.graph)
         return made.runs_as
 
     at = functools.partial(functools.partial, rewrite)
@@ -196,7 +199,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
         at(Stage.FORWARD),
         at(Stage.BACKWARD),
         fake_kernels_if_loaded,
-        late.compile if late is not None else compile_whole,
+        late.compile if late is not None else gradients.uses.compile if keeps_bits else compile_whole,
     )
     num_given = len(captured.inputs)
     given = [index for index in kept if index < num_given]
@@ -223,8 +226,9 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
             check_cast_once({name: values[index] for index, name in cast_names.items()}, CompiledCall.casts())
         last = () if late is None else (late.token(),)
         values = (*(values[index] for index in given), *added, *last)
-        outputs = compiled(*values)
-        gradients.follow(outputs, values)
+        given_apart, taken = gradients.uses.use(values)
+        outputs = compiled(*given_apart)
+        gradients.follow(outputs, given_apart, taken)
         return _checked(outputs, backward_checks) if backward_checks else outputs
 
     return CompiledCall.counted(call) if communicates else call

@@ -35,6 +35,29 @@ def alias_tensors(
     return aliases
 
 
+class _Together(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, taken: Any, *uses: Tensor) -> Tensor:
+        ctx.taken, ctx.num_uses = taken, len(uses)
+        ctx.set_materialize_grads(False)
+        return uses[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        gradients, ctx.taken[:] = [*ctx.taken], ()
+        return None, *(gradients[::-1] or [None] * ctx.num_uses)
+
+
+def use_apart(tensor: Tensor, num_uses: int, taken: list[Tensor | None]) -> Tensor:
+    """Returns an alias whose gradients go to ``tensor`` one by one, as those of so many uses, the last use's first.
+
+    They are what ``taken`` has in this order when backward comes to the alias, and none if it is empty.
+    """
+    uses = [alias_tensors(tensor)[0] for _ in range(num_uses)]
+    together: Tensor = _Together.apply(taken, *uses)  # type: ignore[no-untyped-call]
+    return together
+
+
 class _Token(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
