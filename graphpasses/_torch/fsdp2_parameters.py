@@ -67,6 +67,14 @@ def find_outdated(groups: Iterable[FSDPParamGroup]) -> str | None:
     return None
 
 
+def find_set_unsharded(groups: Iterable[FSDPParamGroup]) -> str | None:
+    """Returns a parameter whose ``requires_grad`` was set while it was unsharded: that of its shard is another."""
+    for parameter in (each for group in groups if group.is_unsharded for each in group.fsdp_params):
+        if parameter.unsharded_param.requires_grad != parameter.sharded_param.requires_grad:
+            return parameter._param_fqn or parameter._module_info.param_name
+    return None
+
+
 def find_replaced(groups: Iterable[FSDPParamGroup]) -> str | None:
     """Returns a parameter that a module shows and FSDP2 does not gather: its forwards read no module after the first.
 

@@ -26,10 +26,11 @@ def lists_take_fakes() -> Iterator[None]:
 
 
 def runs_hooks(optimizer: Optimizer) -> bool:
-    """Whether something else than the optimizer's own step, or a scheduler's note of it, runs when it is called."""
+    """Whether something else than the optimizer's own methods, or a scheduler's note of a step, runs when called."""
     step = vars(optimizer).get("step")
     of_all = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
     is_replaced = step is not None and not getattr(step, "_wrapped_by_lr_sched", False)
+    is_replaced = is_replaced or "zero_grad" in vars(optimizer)
     return is_replaced or has_step_hooks(optimizer) or any(of_all)
 
 

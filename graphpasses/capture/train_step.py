@@ -76,7 +76,8 @@ def capture_train_step(
             schedulers, ``load_state_dict`` and eager steps in between are followed. A step in which the optimizer
             makes its state is its own.
         clip_norm: largest norm of all gradients together, which are clipped to it before the optimizer's step as
-            :func:`torch.nn.utils.clip_grad_norm_` does; None does not clip. ``step.grad_norm`` is what the norm was.
+            :func:`torch.nn.utils.clip_grad_norm_` does: those of ``model``, and of ``others`` those that the
+            optimizer updates. None does not clip. ``step.grad_norm`` is what the norm was.
         dynamic_shapes: dims of the batch that may vary, as :func:`torch.export.export` takes them: an entry for each
             argument, nested like it, and for a tensor e.g. ``{1: torch.export.Dim("length", max=512)}``, or None.
             None for a value of TorchRec leaves it as above. A batch of sizes by which ``loss_fn``, or an operator,

@@ -19,6 +19,7 @@ from graphpasses.capture.update_numbers import TracedNumbers
 from graphpasses.capture.update_source import State, UpdateSource, like
 from graphpasses.errors import CaptureError
 from graphpasses.graph import CapturedStep, GraphInput, InputKind, get_state
+from graphpasses.graph.several_models import clipped_parameters
 from graphpasses.graph.update import Update
 from graphpasses.state.optimizer import OptimizerFacts
 from graphpasses.state.optimizers import Optimizers
@@ -45,7 +46,9 @@ def find_update(step: CapturedStep, optimizers: Optimizers | None, clip_norm: fl
             "after the model was sharded"
         )
     held = {fqn for group in updated for fqn in group}
-    given = [fqn for fqn in trained if clip_norm is not None or fqn in held]
+    if clip_norm is not None:
+        held |= {names[each] for each in clipped_parameters(step.model, optimizers)}
+    given = [fqn for fqn in trained if fqn in held]
     return UpdateSource(optimizers, updated, {fqn: get_state(step.model, fqn) for fqn in given}, clip_norm)
 
 

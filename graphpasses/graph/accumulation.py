@@ -304,6 +304,7 @@ def as_gradient(
     local = local_part(parameter)
     if is_shared or gradient.stride() != local.stride():
         gradient = torch.empty_like(local).copy_(gradient)
+    gradient = gradient.detach()  # as autograd does: of a view it is none, and can be detached in place
     if isinstance(parameter, DTensor):
         gradient = as_dtensor(gradient, parameter, placements)
     return gradient

@@ -209,7 +209,13 @@ class CapturedStep(TrainGraph):
         if self.waits:  # another step follows before the parameters change
             return self.left_unsharded
         groups = enumerate(self._unsharded.groups)
-        return self.left_unsharded.union(index for index, group in groups if not group.reshard_after_backward)
+        kept = {index for index, group in groups if not group.reshard_after_backward}
+        if kept and self.update is not None and self.update.clip_norm is not None:
+            raise CaptureError(
+                "set_reshard_after_backward(False) leaves parameters unsharded after backward, of which eager's "
+                "clip_grad_norm_ finds no gradients, and clips none. Set it to True before the step that updates"
+            )
+        return self.left_unsharded | kept
 
     @property
     def captures(self) -> tuple[CapturedStep, ...]:

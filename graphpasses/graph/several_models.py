@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from graphpasses.errors import CaptureError
+from graphpasses.state.optimizers import Optimizers
 
 
 class SeveralModels(nn.Module):
@@ -31,3 +32,11 @@ def with_others(model: nn.Module, others: Sequence[nn.Module]) -> nn.Module:
 def first_model(model: nn.Module) -> nn.Module:
     """Returns the model that ``loss_fn`` is called with."""
     return model.model if isinstance(model, SeveralModels) else model
+
+
+def clipped_parameters(model: nn.Module, optimizers: Optimizers) -> list[nn.Parameter]:
+    """Returns whose gradients are clipped together: a model's parameters, and those of others that are updated."""
+    if (first := first_model(model)) is model:
+        return [*model.parameters()]
+    clipped = {*first.parameters(), *(each for _, group in optimizers.groups for each in group["params"])}
+    return [parameter for parameter in model.parameters() if parameter in clipped]

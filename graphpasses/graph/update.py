@@ -14,6 +14,7 @@ from graphpasses._torch.fx_graphs import copy_module
 from graphpasses.errors import CaptureError
 from graphpasses.graph.kinds import GraphInput, GraphOutput, InputKind, OutputKind
 from graphpasses.graph.nodes import read_constants
+from graphpasses.graph.several_models import clipped_parameters
 from graphpasses.state.optimizer import Number, OptimizerFacts, numbers_of
 from graphpasses.state.optimizers import Optimizers
 
@@ -59,11 +60,13 @@ class Update:
     def check(self, parameters: Mapping[str, torch.Tensor]) -> bool:
         """Returns whether the optimizer has all its state; raises if it is not as it was, or a gradient is there."""
         is_complete = self.facts.check(parameters)
-        for fqn, parameter in parameters.items() if self.clip_norm is not None else ():
-            if parameter.grad is not None:
+        clips = self.clip_norm is not None
+        left = {each: fqn for fqn, each in parameters.items() if clips and each.grad is not None}
+        for parameter in clipped_parameters(self.model, self.optimizers) if left else ():
+            if parameter in left:
                 raise CaptureError(
-                    f"parameter {fqn!r} has a gradient, which would count for the norm that the captured step clips; "
-                    "set it to None before the step"
+                    f"parameter {left[parameter]!r} has a gradient, which would count for the norm that the captured "
+                    "step clips; set it to None before the step"
                 )
         return is_complete
 
@@ -108,7 +111,9 @@ class Update:
 
     def run_eagerly(self) -> torch.Tensor | None:
         """Does the same by torch's own functions: in its first step an optimizer makes its state."""
-        norm = None if self.clip_norm is None else clip_gradients(self.model.parameters(), self.clip_norm)
+        norm = None
+        if self.clip_norm is not None:
+            norm = clip_gradients(clipped_parameters(self.model, self.optimizers), self.clip_norm)
         self.optimizers.step()
         self.optimizers.finish()
         return norm

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
@@ -78,11 +79,17 @@ class Optimizers:
                         f"{self.group_name(index)} has {name}=True, which a captured step does not follow; leave it "
                         "at False"
                     )
-            for name, value in group.items():
-                if name in optimizer.defaults and name != "lr" and _holds_tensor(value):
-                    raise CaptureError(
-                        f"{name!r} of {self.group_name(index)} holds a tensor; only lr may be one. Give numbers"
-                    )
+            for name in optimizer.defaults:
+                for value in _parts(group.get(name)):
+                    if isinstance(value, torch.Tensor) and name != "lr":
+                        raise CaptureError(
+                            f"{name!r} of {self.group_name(index)} holds a tensor; only lr may be one. Give numbers"
+                        )
+                    if not isinstance(value, (int, float, str, torch.Tensor, NoneType)):
+                        raise CaptureError(
+                            f"{name!r} of {self.group_name(index)} is {value!r}, with which eager computes by the "
+                            f"rules of {type(value).__name__}, and a captured step would not. Give Python's own"
+                        )
         holders: dict[torch.Tensor, Optimizer] = {}
         for optimizer, group in self.groups if len(self.each) > 1 else ():
             for parameter in group["params"]:
@@ -111,14 +118,16 @@ def _check_one(optimizer: Optimizer) -> None:
         )
     if runs_hooks(optimizer):
         raise CaptureError(
-            "a hook runs before or after the optimizer's steps, or its step was replaced; a captured step runs "
-            "neither. Remove it, and do what it does before or after the captured step"
+            "a hook runs before or after the optimizer's steps, or its step or zero_grad was replaced; a captured "
+            "step runs none of these. Remove it, and do what it does before or after the captured step"
         )
     if any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
         raise CaptureError("a GradScaler steps the optimizer; a captured step does not scale gradients back")
 
 
-def _holds_tensor(value: object) -> bool:
+def _parts(value: object) -> Iterator[object]:
     if isinstance(value, (list, tuple)):
-        return any(map(_holds_tensor, value))
-    return isinstance(value, torch.Tensor)
+        for each in value:
+            yield from _parts(each)
+    else:
+        yield value

@@ -12,7 +12,7 @@ from torch import nn
 from torch.backends import cuda, cudnn, mkldnn
 
 from graphpasses._torch.fsdp2 import SETTINGS, fsdp_groups, group_name, group_setting
-from graphpasses._torch.fsdp2_parameters import find_outdated, find_replaced
+from graphpasses._torch.fsdp2_parameters import find_outdated, find_replaced, find_set_unsharded
 from graphpasses._torch.module_hooks import global_hook_ids
 from graphpasses._torch.surroundings import function_modes, keeps_parametrized, saved_tensor_hooks
 from graphpasses.errors import CaptureError
@@ -168,6 +168,12 @@ def check_unsharded(groups: Sequence[Any]) -> None:
             f"parameter {fqn!r} changed while it was unsharded, as a forward without a backward leaves it (an "
             "evaluation before optimizer.step()), or set_reshard_after_backward(False): eager FSDP2 would train on "
             "with the old values. Call reshard() on its fully_sharded module before it changes"
+        )
+    if (fqn := find_set_unsharded(groups)) is not None:
+        raise CaptureError(
+            f"requires_grad of parameter {fqn!r} was set while it was unsharded, as a forward without a backward "
+            "leaves it: eager FSDP2 obeys it for one step, and forgets it then. Call reshard() on its fully_sharded "
+            "module before"
         )
     check_replaced(groups)
 

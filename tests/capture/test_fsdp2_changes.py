@@ -75,6 +75,22 @@ REPLACED = (
 )
 
 
+def test_a_parameter_that_is_frozen_while_it_is_unsharded() -> None:
+    with fake_process_group(4):
+        model = sharded()
+        step = captured(model)
+        with torch.no_grad():
+            model(token_batch()[0])
+        model.emb.weight.requires_grad_(False)
+        assert refused(lambda: step(*token_batch())) == (
+            "requires_grad of parameter 'emb.weight' was set while it was unsharded, as a forward without a backward "
+            "leaves it: eager FSDP2 obeys it for one step, and forgets it then. Call reshard() on its fully_sharded "
+            "module before"
+        )
+        reshard(fsdp_groups(model))
+        step(*token_batch())
+
+
 @pytest.mark.parametrize("is_captured", [False, True])
 def test_a_parameter_replaced_after_a_forward(is_captured: bool) -> None:
     with fake_process_group(4):

@@ -69,3 +69,13 @@ def test_memory_of_compiled_gradients(loss_fn: Loss) -> None:
         compiled(model, x).backward()
         theirs, ours = ([each.grad for each in every.parameters()] for every in (eager, model))
         assert str(ours) == str(theirs)
+
+
+def test_gradients_are_detached_in_place_as_old_loops_do() -> None:
+    model = nn.Linear(3, 2)
+    step = capture_train_step(lambda model, x: model(x).sum(), model, torch.ones(2, 3))
+    for _ in range(2):
+        step(torch.ones(2, 3))
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.detach_().zero_()

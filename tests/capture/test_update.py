@@ -194,6 +194,28 @@ def test_a_parameter_of_another_model_keeps_still() -> None:
         step(X)
 
 
+@pytest.mark.parametrize("is_joint", [False, True])
+def test_what_is_clipped_beside_another_model(is_joint: bool) -> None:
+    """A GAN's generator is clipped by its own norm, models that one optimizer trains by that of all."""
+    pairs = [(build(), nn.Linear(2, 2)) for _ in range(2)]
+    pairs[1][1].load_state_dict(pairs[0][1].state_dict())
+    trained = [[*model.parameters(), *(other.parameters() if is_joint else ())] for model, other in pairs]
+    optimizers = [AdamW(each) for each in trained]
+    loss_fns = [lambda model, x, other=other: other(model(x)).square().mean() for _, other in pairs]
+    (model, _), (twin, other) = pairs
+    step = capture_train_step(loss_fns[1], twin, X, others=(other,), optimizer=optimizers[1], clip_norm=0.1)
+    for index in range(3):
+        loss_fns[0](model, batch(index)[:2]).backward()
+        norm = nn.utils.clip_grad_norm_(trained[0], 0.1)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        step(batch(index)[:2])
+        assert same_bits(step.grad_norm, norm)
+    assert all(map(equal_weights, *pairs))
+    gradients = [[each.grad for each in other.parameters()] for _, other in pairs]
+    assert all(a is b is None if is_joint else same_bits(a, b) for a, b in zip(*gradients, strict=True))
+
+
 def test_schedulers_do_not_warn() -> None:
     model = build()
     optimizer = SGD(model.parameters())

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -73,8 +74,15 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "hook": (
         hooked,
         (
-            "a hook runs before or after the optimizer's steps, or its step was replaced; a captured step runs "
-            "neither. Remove it, and do what it does before or after the captured step"
+            "a hook runs before or after the optimizer's steps, or its step or zero_grad was replaced; a captured "
+            "step runs none of these. Remove it, and do what it does before or after the captured step"
+        ),
+    ),
+    "number_of_numpy": (
+        lambda model: AdamW(model.parameters(), lr=np.float32(0.5)),  # whose quotients are float32's
+        (
+            "'lr' of the optimizer's group 0 is np.float32(0.5), with which eager computes by the rules of float32, "
+            "and a captured step would not. Give Python's own"
         ),
     ),
     "other_model": (
@@ -172,6 +180,10 @@ def add_hook(model: nn.Module, optimizer: Optimizer) -> None:
     optimizer.register_step_post_hook(lambda *_: None)
 
 
+def replace_zero_grad(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.zero_grad = lambda: None  # type: ignore[assignment]
+
+
 def change_to_no_decay(model: nn.Module, optimizer: Optimizer) -> None:
     optimizer.param_groups[0]["weight_decay"] = 0.0
 
@@ -203,6 +215,7 @@ CHANGES: dict[Callable[[Any, Optimizer], None], str] = {
     add_parameter: "the optimizer's group 0 held other parameters when the step was captured; capture the step "
     "again, or undo the change",
     add_hook: REFUSED["hook"][1],
+    replace_zero_grad: REFUSED["hook"][1],
     change_to_no_decay: "'weight_decay' of the optimizer's group 0 was 0.01 when the step was captured, and is 0.0 "
     "now: AdamW decides by it, and does something else than was captured; capture the step again, or undo the change",
     change_amsgrad: "'amsgrad' of the optimizer's group 0 was False when the step was captured, and is True now; "

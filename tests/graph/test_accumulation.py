@@ -110,6 +110,20 @@ def test_half_a_step_is_not_updated() -> None:
         assert pending_gradients(model).keys() == {"2.weight", "2.bias"}
 
 
+def test_what_is_left_unsharded_is_not_clipped() -> None:
+    with fake_process_group(2):
+        model = sharded()
+        step = capture_train_step(loss_fn, model, X, optimizer=torch.optim.SGD(model.parameters()), clip_norm=1.0)
+        model.set_reshard_after_backward(False)
+        assert refused(lambda: step(X)) == (
+            "set_reshard_after_backward(False) leaves parameters unsharded after backward, of which eager's "
+            "clip_grad_norm_ finds no gradients, and clips none. Set it to True before the step that updates"
+        )
+        step.accumulate(X)
+        model.set_reshard_after_backward(True)
+        step(X)
+
+
 def test_a_parameter_that_fsdp2_ignores_is_not_updated_by_half() -> None:
     with fake_process_group(2):
         model = build()
