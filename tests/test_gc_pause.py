@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from types import SimpleNamespace
 from weakref import WeakSet
 
 import pytest
@@ -56,6 +57,22 @@ def test_what_the_block_makes_is_old() -> None:
         assert gc.get_freeze_count()  # still out of the collector's sight
     finally:
         gc.unfreeze()
+
+
+def test_what_is_frozen_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python counts as many objects as it has."""
+    counted, collector = [], SimpleNamespace(**vars(gc))
+    collector.get_freeze_count = lambda: counted.append(7) or 7
+    monkeypatch.setattr(gc_pause, "gc", collector)
+    monkeypatch.setattr(gc_pause, "_OLD", gc_pause._OldObjects())
+    for _ in range(3):
+        with paused_gc():
+            pass
+    assert counted == [7]
+    gc.collect()
+    with paused_gc():
+        pass
+    assert counted == [7, 7]
 
 
 def test_what_was_made_in_a_pause_is_found() -> None:
