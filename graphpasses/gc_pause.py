@@ -45,13 +45,16 @@ class _OldObjects:
         self.num_collections_before_pause: int | None = None
         self._num_added = 0  # since the last collection of all
         self._num_collections = 0
+        self._has_frozen = False
 
     def add_young(self) -> None:
         """Counts all objects as old, and collects all once there are many that Python does not know it has added."""
-        if gc.get_freeze_count():  # someone has taken objects out of the collector's sight, for good
-            return
         if (num_collections := gc.get_stats()[-1]["collections"]) != self._num_collections:
-            self._num_added, self._num_collections = 0, num_collections
+            self._num_added, self._num_collections, self._has_frozen = 0, num_collections, False
+        # Python counts them one by one: once for each collection of all, which takes longer.
+        self._has_frozen = self._has_frozen or gc.get_freeze_count() > 0
+        if self._has_frozen:  # someone has taken objects out of the collector's sight, for good
+            return
         self._num_added += gc.get_count()[0]
         gc.freeze()
         gc.unfreeze()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -30,6 +33,8 @@ def stores(num: int) -> Iterator[list[int]]:
 def own_groups(folder: Path, backend: str = "nccl_sim") -> Iterator[None]:
     """Takes this process of ``run_ranks`` out of its group: torchtitan's trainers make groups of their own.
 
+    None of them sleeps after its last step, as torchtitan's first rank does so that others find its store.
+
     Args:
         folder: gets what Hugging Face's libraries cache.
         backend: of the trainers' process groups.
@@ -39,8 +44,10 @@ def own_groups(folder: Path, backend: str = "nccl_sim") -> Iterator[None]:
     dist.destroy_process_group()
     os.environ.update(HF_HOME=str(folder / "huggingface"), HF_HUB_OFFLINE="1", HF_DATASETS_DISABLE_PROGRESS_BARS="1")
     use_cpu(backend)
+    awake = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: None})
     try:
-        yield
+        with mock.patch("torchtitan.trainer.time", awake):
+            yield
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -108,9 +108,15 @@ def operators_of_eager(note: Callable[[str], None]) -> Iterator[None]:
     torch has them trace others that compute the same and round otherwise: the products and sums of `addcdiv`, lookups
     in place of `upsample_bilinear2d`, a dropout that scales in another dtype.
     """
-    packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten)]
-    packets = [each for each in packets if isinstance(each, torch._ops.OpOverloadPacket) and each not in _SAME_BITS]
-    overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    # Those that someone has asked for: others have no kernels in Python. Dynamo enters this for each frame.
+    packets = [each for each in vars(torch.ops.aten).values() if isinstance(each, torch._ops.OpOverloadPacket)]
+    overloads = [
+        each
+        for packet in packets
+        if packet not in _SAME_BITS
+        for each in vars(packet).values()
+        if isinstance(each, torch._ops.OpOverload) and each.py_kernels
+    ]
     removed = [
         (each, key, each.py_kernels.pop(key))
         for each in overloads

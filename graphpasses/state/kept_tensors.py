@@ -21,7 +21,9 @@ from graphpasses.state.keys import CachedFunction
 
 _MAX_DEPTH = 6
 _YOUNG, _ALL = 0, 2  # generations: what a trace made is young, and collecting all looks at all that the process has
-_NOT_OPENED = (torch.Tensor, nn.Module, FunctionType, ModuleType, type, CachedFunction)
+# Operators are half of what torch's own caches lead to.
+_OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
+_NOT_OPENED = (torch.Tensor, nn.Module, FunctionType, ModuleType, type, CachedFunction, *_OPERATORS)
 
 
 @contextmanager
@@ -93,6 +95,7 @@ def _described(holder: Any, kept: list[torch.Tensor]) -> str:
 
 
 def _emptied(mode: Any) -> list[Any]:
+    gc.unfreeze()  # Python does not say what objects refer to that someone has frozen
     # Each refers to its type, and this is half the time of a list of all objects.
     functions = [each for each in gc.get_referrers(CachedFunction) if type(each) is CachedFunction]
     if not _keep_tensor_of(mode, functions):  # in one walk, since many caches have the same objects

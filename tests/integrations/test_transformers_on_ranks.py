@@ -5,6 +5,7 @@ accelerate shards on accelerators alone; what keeps it from a CPU is replaced he
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from pathlib import Path
@@ -121,6 +122,7 @@ def on_a_cpu() -> None:
 
 def train_all(folder: Path) -> dict[str, Any]:
     """Runs on every rank."""
+    gc.freeze()  # accelerate lets the collector look at all objects, several times for each trainer
     on_a_cpu()
     found: dict[str, Any] = {
         name: (train("eager", folder, **options), train("captured", folder, **options))

@@ -103,6 +103,17 @@ def test_a_tensor_of_the_trace_is_refused_and_forgotten(name: str, check: bool) 
     assert cached.cache_info().currsize == 0
 
 
+def test_a_function_that_was_frozen_is_found() -> None:
+    gc.collect()
+    gc.freeze()
+    try:
+        with pytest.raises(CaptureError, match=r"causal is a cached function"):
+            capture_train_step(loss_of(CACHED["causal"][0]), build(), X)
+    finally:
+        gc.unfreeze()
+    assert causal.cache_info().currsize == 0
+
+
 def test_a_capture_that_fails_otherwise_leaves_none() -> None:
     def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"not this way: {causal(3).shape}")
