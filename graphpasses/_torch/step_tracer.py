@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import FrameType, SimpleNamespace
+from types import FrameType, SimpleNamespace, new_class
 from typing import Any
 from unittest import mock
 
@@ -28,7 +28,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from graphpasses._torch.dtensor import symbols_not_cached
 from graphpasses._torch.fake_mode import new_fake_mode
-from graphpasses._torch.pytree import TreeSpec, tree_flatten, tree_unflatten
+from graphpasses._torch.pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from graphpasses._torch.schemas import is_tensor_subclass
 from graphpasses.identity import named_state
 
@@ -245,3 +245,42 @@ class _Frames:
 
 
 _summary = functools.lru_cache(maxsize=4096)(traceback.FrameSummary)
+
+
+@contextmanager
+def held_traced(state: dict[str, torch.Tensor], traced: dict[str, torch.Tensor], held: set[str]) -> Iterator[None]:
+    """Gives whoever holds a module's own tensor, as in a list of what is regularised, the one that is traced.
+
+    The tensors of ``state`` themselves are of another class in the block, which calls functions with those of
+    ``traced`` under the same names; ``held`` gets the names for which that happened.
+    """
+    names: dict[int, str] = {}
+    for name, tensor in state.items():
+        names.setdefault(id(tensor), name)
+    thread = threading.get_ident()
+
+    def traced_of(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or (name := names.get(id(value))) is None:
+            return value
+        held.add(name)
+        return traced[name]
+
+    def call(_: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        given: Any = (args, kwargs or {})
+        is_traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        if is_traced and threading.get_ident() == thread:
+            given = tree_map(traced_of, given)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*given[0], **given[1])
+
+    members = {"__slots__": (), "__torch_function__": classmethod(call)}
+    kinds: tuple[type[torch.Tensor], ...] = (torch.Tensor, nn.Parameter)
+    classes = {kind: new_class(kind.__name__, (kind,), exec_body=lambda body: body.update(members)) for kind in kinds}
+    changed = [(tensor, type(tensor)) for tensor in state.values() if type(tensor) in classes]
+    try:
+        for tensor, kind in changed:
+            tensor.__class__ = classes[kind]
+        yield
+    finally:
+        for tensor, kind in changed:
+            tensor.__class__ = kind

@@ -17,13 +17,12 @@ from graphpasses._torch.dynamo import compiled_calls_raise
 from graphpasses._torch.fake_mode import strides_of_kernels
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_tracing import communication_traced, other_models_refused
-from graphpasses._torch.held_tensors import held_traced
 from graphpasses._torch.in_place_collectives import collectives_with_waits
 from graphpasses._torch.module_answers import answers_as_in_eager, mark_parameters
 from graphpasses._torch.operator_calls import OperatorCalls
 from graphpasses._torch.recorded_operator import MODULE_FQN, Operator
 from graphpasses._torch.schemas import is_tensor_subclass
-from graphpasses._torch.step_tracer import TRACING, TracedFunction, trace_with_torch
+from graphpasses._torch.step_tracer import TRACING, TracedFunction, held_traced, trace_with_torch
 from graphpasses._torch.symbols import each_size_its_own, mark_dims
 from graphpasses.capture import refusals
 from graphpasses.capture.guards import Decisions

@@ -14,8 +14,7 @@ from graphpasses._torch.fx_graphs import copy_module
 from graphpasses.errors import CaptureError
 from graphpasses.graph.kinds import GraphInput, GraphOutput, InputKind, OutputKind
 from graphpasses.graph.nodes import read_constants
-from graphpasses.state.optimizer import Number, OptimizerFacts, numbers_of
-from graphpasses.state.optimizers import Optimizers
+from graphpasses.state.optimizers import Number, OptimizerFacts, Optimizers, numbers_of
 
 
 @dataclass(frozen=True, eq=False)
