@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.dtensor import as_dtensor, local_part
 from graphpasses._torch.fake_mode import fake_mode_of
-from graphpasses._torch.fsdp2_accumulation import Accumulators, accumulation_set_aside, reducing
+from graphpasses._torch.fsdp2_accumulation import Accumulators, reducing
 from graphpasses._torch.fsdp2_tracing import Reductions
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses._torch.operator_facts import writes_first
@@ -187,7 +187,7 @@ class CutSteps(Generic[S]):
             return step
         if waiting not in self._steps:
             cuts = self._check(waiting)
-            with accumulation_set_aside(self.model), recording_paused():
+            with recording_paused():
                 self._steps[waiting] = self.make(cuts.graph_for(waiting), None if waiting.kept else cuts.update)
         return self._steps[waiting]
 

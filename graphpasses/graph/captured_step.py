@@ -190,7 +190,7 @@ class CapturedStep(TrainGraph):
         tensors = self.snapshot.check(self.model)
         leaves = self.batch_structure.leaves(batch)
         check_leaves(leaves, self.batch_leaves, self.varying)
-        step = self._cache.fitting(batch, leaves, partial(self._value, leaves=leaves))
+        step: Self = self._cache.fitting(batch, leaves, partial(self._value, leaves=leaves))
         if step is not self:
             tensors = step.snapshot.check(self.model)
         step = step.cut_steps.fitting(step, waiting)
@@ -221,7 +221,7 @@ class CapturedStep(TrainGraph):
         return FailedRanks(self._cache.groups)
 
     @cached_property
-    def _cache(self) -> GuardedCache[CapturedStep]:
+    def _cache(self) -> GuardedCache:
         return GuardedCache(self)
 
     def record_rewrite(self, rewrite: Callable[[Any], Any]) -> None:
@@ -243,10 +243,8 @@ class CapturedStep(TrainGraph):
         module, inputs, outputs = graph
         step = replace(self, module=module, inputs=inputs, outputs=outputs, update=update, rewrites=())
         step.report, step.notes, step.timelines = None, [], []
-        for rewrite in self.rewrites:
-            step = rewrite(step)
+        step = self._cache.rewritten(step, self.rewrites)
         step.cut_steps = self.cut_steps
-        self._cache.check_launches(step)
         return step
 
     @cached_property
