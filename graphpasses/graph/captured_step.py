@@ -20,7 +20,6 @@ from graphpasses.graph.batch import Varying, check_leaves, check_memory
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.guards import Guards
 from graphpasses.graph.parameters import get_state, parameter_infos
-from graphpasses.graph.rank_consensus import FailedRanks
 from graphpasses.graph.recapture import GuardedCache, Recapture
 from graphpasses.graph.returned import Returned
 from graphpasses.graph.train_graph import GraphInput, InputKind, OutputKind, TrainGraph
@@ -107,7 +106,7 @@ class CapturedStep(TrainGraph):
             AgreementError: another rank stopped, of which a collective waits; the message says why it did.
         """
         self._num_calls += 1
-        with self._failed_ranks.told():
+        with self._cache.failed_ranks.told():
             if self._is_due():
                 self.check(*batch)
             return self.run(*batch)
@@ -215,10 +214,6 @@ class CapturedStep(TrainGraph):
     def captures(self) -> tuple[CapturedStep, ...]:
         """This step, and those that were captured since for batches by which ``loss_fn`` decides otherwise."""
         return tuple(self._cache.steps)
-
-    @cached_property
-    def _failed_ranks(self) -> FailedRanks:
-        return FailedRanks(self._cache.groups)
 
     @cached_property
     def _cache(self) -> GuardedCache:

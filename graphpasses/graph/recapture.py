@@ -12,7 +12,7 @@ from graphpasses._torch.fsdp2_accumulation import accumulation_set_aside
 from graphpasses.errors import CaptureError
 from graphpasses.graph.batch import same_leaves
 from graphpasses.graph.guards import NO_DECISION
-from graphpasses.graph.rank_consensus import RankConsensus
+from graphpasses.graph.rank_consensus import FailedRanks, RankConsensus
 from graphpasses.graph.train_graph import GraphInput
 
 Recapture: TypeAlias = Callable[..., Any]
@@ -40,6 +40,7 @@ class GuardedCache:
         self._device = next(first.model.parameters()).device
         self._consensus = RankConsensus.of_graph(first.graph, self._device)
         self.groups = self._consensus.groups  # the names of those with which the step communicates
+        self.failed_ranks = FailedRanks(self.groups)
         self._is_checked = False
         self._is_guarded = None if self.groups else first.guards is not None
 
