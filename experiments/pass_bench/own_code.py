@@ -5,7 +5,6 @@ Command line: ``python -m experiments.pass_bench.own_code --help``.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,7 +20,7 @@ from graphpasses._torch import fx_graphs
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.commands.train_torchtitan_on_cpu import use_cpu
 from graphpasses.fsdp.plan import BucketPlan
-from graphpasses.graph import known_values, nodes, train_graph
+from graphpasses.graph import known_values, nodes
 from graphpasses.passes import default_pipeline
 from graphpasses.terminal import make_console
 
@@ -37,7 +36,6 @@ def _all_calls(_: object, graph: fx.Graph) -> list[fx.Node]:
 
 # By part: what torch's, or nothing, takes the place of.
 PARTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "copies of graphs (fx_graphs.copy_graph): Graph.__deepcopy__": (train_graph, "copy_graph", copy.deepcopy),
     "code (fx_graphs.quick_code): Graph.python_code": (fx_graphs, "quick_code", lambda *_: None),
     "fake values (fake_mode.fake_call): FakeTensorMode": (nodes, "fake_call", _under_mode),
     "calls as they were (known_values): all computed at each check": (

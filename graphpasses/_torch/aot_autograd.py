@@ -26,13 +26,13 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 from graphpasses._torch import pytree
+from graphpasses._torch.aot_values import gradients_whole
 from graphpasses._torch.decompose import decompose
 from graphpasses._torch.dynamo import leave_optimizers
 from graphpasses._torch.fx_graphs import copy_module
 from graphpasses._torch.schemas import bound_arguments, writes_arguments
 from graphpasses._torch.surroundings import after_this_backward
 from graphpasses._torch.symbols import guessed_sizes
-from graphpasses._torch.tangents import gradients_whole
 from graphpasses._torch.written_inputs import hide_copies, keep_reads_of_written, show_copies
 
 Compiled = Callable[..., Any]

@@ -143,15 +143,6 @@ class _Converter:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "region": None}  # copies get their own
 
-    @property
-    def _clone_with_backend(self) -> Callable[[Any], _Converter]:  # for Dynamo's DDPOptimizer
-        def clone(backend: Any) -> _Converter:
-            converter = _Converter(self._convert._clone_with_backend(backend), self._context)
-            converter.region = self.region
-            return converter
-
-        return clone
-
 
 _COMPILE = eval_frame.OptimizeContext.__call__
 

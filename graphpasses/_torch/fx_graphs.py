@@ -1,4 +1,4 @@
-"""Large FX graphs: copies in a third of torch's time, parts, and modules that generate code when they are first run.
+"""Large FX graphs: copies, parts, and modules that generate code when they are first run.
 
 The code is torch's own, word for word; torch asks for the name of a node wherever it stands in the code, and for that
 of an operator at every call.
@@ -36,20 +36,11 @@ class _UnknownCodeError(Exception):
 
 
 def copy_graph(source: fx.Graph) -> fx.Graph:
-    """Returns a graph of new nodes with the names of the old, which share the values of their metadata."""
+    """Returns a graph of new nodes with the names of the old, which share the values of their metadata; its code is
+    that of flat arguments.
+    """
     result = fx.Graph()
-    graph: Any = result
-    values: dict[fx.Node, fx.Node] = {}
-    for node in source.nodes:
-        args, kwargs = fx.node.map_arg((node._args, node._kwargs), values.__getitem__)
-        values[node] = new = fx.Node(result, node.name, node.op, node.target, args, kwargs, node.type)
-        new.meta.update(node.meta)
-        graph._insert(new)
-        graph._find_nodes_lookup_table.insert(new)
-    graph._len = len(values)
-    names: Any = source._graph_namespace
-    graph._graph_namespace._used_names = set(names._used_names)
-    graph._graph_namespace._base_count = dict(names._base_count)
+    result.output(result.graph_copy(source, {})).meta.update(source.output_node().meta)
     return result
 
 

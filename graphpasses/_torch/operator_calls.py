@@ -18,6 +18,7 @@ from graphpasses._torch.fake_mode import is_fake, outside_tracing
 from graphpasses._torch.operator_facts import LIFT_FRESH, TensorFacts, memory_of, read_tensors, tensors
 from graphpasses._torch.operator_recorder import OperatorRecorder
 from graphpasses._torch.recorded_operator import Operator
+from graphpasses._torch.schemas import bound_arguments, written_names
 
 FORMULA = -1
 """The position of calls of autograd's formulas, where these are not recorded."""
@@ -141,10 +142,11 @@ class OperatorCalls(OperatorRecorder):  # type: ignore[no-untyped-call]
             self._kept.append(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
 
     def _save(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        for value in facts.arguments_to_save(func, args, kwargs):
+        """Saves generators, and what the arguments hold that a call writes."""
+        for argument, value in bound_arguments(func, args, kwargs):
             if isinstance(value, torch.Generator):
                 self._generators.setdefault(id(value), (value, value.get_state()))
-            for tensor in tensors(value):
+            for tensor in tensors(value) if argument.name in written_names(func) else ():
                 key = memory_of(tensor)
                 if isinstance(self._origins.get(key, ""), str) and key not in self._saved and not is_fake(tensor):
                     with outside_tracing():

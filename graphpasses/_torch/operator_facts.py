@@ -17,7 +17,7 @@ from graphpasses._torch.fake_mode import is_fake, outside_tracing
 from graphpasses._torch.group_ranks import named_group_ranks
 from graphpasses._torch.pytree import tree_leaves
 from graphpasses._torch.recorded_operator import Operator
-from graphpasses._torch.schemas import bound_arguments, inner_names, out_of_place_view, written_names
+from graphpasses._torch.schemas import bound_arguments, inner_names, out_of_place_view
 
 # typing_extensions wraps what torch deprecates.
 _OWN = str(Path(__file__).parents[1])
@@ -198,13 +198,6 @@ def _sources(func: Any) -> tuple[tuple[tuple[int, str], ...], ...]:
     aliased = [(position, each.name, each.alias_info) for position, each in arguments if each.alias_info]
     sets = [each.alias_info.before_set if each.alias_info else set() for each in func._schema.returns]
     return tuple(tuple((p, name) for p, name, info in aliased if info.before_set & each) for each in sets)
-
-
-def arguments_to_save(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """Yields the arguments that a call writes, and generators."""
-    for argument, value in bound_arguments(func, args, kwargs):
-        if argument.name in written_names(func) or isinstance(value, torch.Generator):
-            yield value
 
 
 @cache

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from unittest import mock
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -15,14 +16,10 @@ from torch.utils.hooks import RemovableHandle
 from graphpasses._torch.module_hooks import have_hooks
 
 
-@contextmanager
-def lists_take_fakes() -> Iterator[None]:
+def lists_take_fakes() -> AbstractContextManager[object]:
     """In the block, optimizers make lists of fake tensors where they make lists of tensors."""
-    torch_optimizer._foreach_supported_types.append(FakeTensor)
-    try:
-        yield
-    finally:
-        torch_optimizer._foreach_supported_types.remove(FakeTensor)
+    kinds = [*torch_optimizer._foreach_supported_types, FakeTensor]
+    return mock.patch.object(torch_optimizer, "_foreach_supported_types", kinds)
 
 
 def runs_hooks(optimizer: Optimizer) -> bool:

@@ -7,9 +7,9 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import FrameType, SimpleNamespace
+from types import FrameType, SimpleNamespace, new_class
 from typing import Any
 from unittest import mock
 
@@ -28,7 +28,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from graphpasses._torch.dtensor import symbols_not_cached
 from graphpasses._torch.fake_mode import new_fake_mode
-from graphpasses._torch.pytree import TreeSpec, tree_flatten, tree_unflatten
+from graphpasses._torch.pytree import tree_map
 from graphpasses._torch.schemas import is_tensor_subclass
 from graphpasses.identity import named_state
 
@@ -37,12 +37,10 @@ from graphpasses.identity import named_state
 class TracedFunction:
     """A graph and what its flat inputs and outputs are; named as in torchtitan's ``TracedResult``."""
 
-    # The graph: state, then leaves of the arguments, wrapped tensors as their parts; flat outputs likewise.
+    # The graph: state, then the arguments, wrapped tensors as their parts; flat outputs likewise.
     gm: fx.GraphModule
     example_inputs: tuple[Any, ...]  # its inputs, fake
-    num_flat_inputs: int  # state and leaves
     input_subclass_layouts: dict[int, SimpleNamespace]  # of those that are wrapped, by number
-    user_inputs_spec: TreeSpec  # the tree of ``(args, kwargs)``
     num_flat_outputs: int  # what the function returned
     output_subclass_layouts: dict[int, SimpleNamespace]  # of those that are wrapped, by number
     state_fqns: list[str]  # names of the module's parameters and buffers, tied ones with every name
@@ -53,15 +51,15 @@ TRACING = threading.RLock()
 
 
 def trace_with_torch(fn: Callable[..., Any], module: nn.Module | None = None) -> Callable[..., TracedFunction]:
-    """Returns a function that traces ``fn`` for given arguments, as torchtitan's ``minimal_fx_tracer`` does.
+    """Returns a function that traces ``fn`` for tensors and values, as torchtitan's ``minimal_fx_tracer`` does.
 
     ``fn`` reads ``module``, whose parameters and buffers are inputs, and returns a list of tensors and None.
     """
 
     def trace(*args: Any) -> TracedFunction:
-        state = {} if module is None else dict(named_state(module))
-        leaves, spec = tree_flatten((args, {}))
-        given = [*state.values(), *leaves]
+        owner = nn.Module() if module is None else module
+        state = dict(named_state(owner))
+        given = [*state.values(), *args]
         plain, layouts = _unwrapped(given)
         mode = new_fake_mode()
         fakes = tuple(
@@ -72,13 +70,8 @@ def trace_with_torch(fn: Callable[..., Any], module: nn.Module | None = None) ->
 
         def run(*values: Any) -> list[Any]:
             wrapped = _wrapped(values, len(given), layouts)
-            called_with, _ = tree_unflatten(wrapped[len(state) :], spec)
-            with ExitStack() as stack:
-                if module is not None:
-                    own = dict(zip(state, wrapped, strict=False))
-                    stack.enter_context(_reparametrize_module(module, own))
-                stack.enter_context(_backward_seen())
-                results = list(fn(*called_with))
+            with _reparametrize_module(owner, dict(zip(state, wrapped, strict=False))), _backward_seen():
+                results = list(fn(*wrapped[len(state) :]))
             flat, found = _unwrapped(results)
             returned.append((len(results), found))
             return flat
@@ -99,7 +92,7 @@ def trace_with_torch(fn: Callable[..., Any], module: nn.Module | None = None) ->
             gm = make_fx(run, record_stack_traces=True)(*fakes)
         _name_backward_by_forward(gm)
         num_outputs, output_layouts = returned[-1]
-        return TracedFunction(gm, fakes, len(given), layouts, spec, num_outputs, output_layouts, list(state))
+        return TracedFunction(gm, fakes, layouts, num_outputs, output_layouts, list(state))
 
     return trace
 
@@ -134,7 +127,7 @@ def _unwrapped(values: Sequence[Any]) -> tuple[list[Any], dict[int, SimpleNamesp
         metas = {attr: (1, each) for attr, each in zip(attrs, inner, strict=True)}
         meta = SimpleNamespace(cls=type(value), attrs=attrs, ctx=context, inner_metas=metas)
         meta.outer_size, meta.outer_stride = value.size(), value.stride()  # as torchtitan's ``SubclassMeta``
-        layouts[index] = SimpleNamespace(num_tensors=len(parts), meta=meta)
+        layouts[index] = SimpleNamespace(meta=meta)
         plain += parts
     return plain, layouts
 
@@ -245,3 +238,42 @@ class _Frames:
 
 
 _summary = functools.lru_cache(maxsize=4096)(traceback.FrameSummary)
+
+
+@contextmanager
+def held_traced(state: dict[str, torch.Tensor], traced: dict[str, torch.Tensor], held: set[str]) -> Iterator[None]:
+    """Gives whoever holds a module's own tensor, as in a list of what is regularised, the one that is traced.
+
+    The tensors of ``state`` themselves are of another class in the block, which calls functions with those of
+    ``traced`` under the same names; ``held`` gets the names for which that happened.
+    """
+    names: dict[int, str] = {}
+    for name, tensor in state.items():
+        names.setdefault(id(tensor), name)
+    thread = threading.get_ident()
+
+    def traced_of(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or (name := names.get(id(value))) is None:
+            return value
+        held.add(name)
+        return traced[name]
+
+    def call(_: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        given: Any = (args, kwargs or {})
+        is_traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        if is_traced and threading.get_ident() == thread:
+            given = tree_map(traced_of, given)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*given[0], **given[1])
+
+    members = {"__slots__": (), "__torch_function__": classmethod(call)}
+    kinds: tuple[type[torch.Tensor], ...] = (torch.Tensor, nn.Parameter)
+    classes = {kind: new_class(kind.__name__, (kind,), exec_body=lambda body: body.update(members)) for kind in kinds}
+    changed = [(tensor, type(tensor)) for tensor in state.values() if type(tensor) in classes]
+    try:
+        for tensor, kind in changed:
+            tensor.__class__ = classes[kind]
+        yield
+    finally:
+        for tensor, kind in changed:
+            tensor.__class__ = kind

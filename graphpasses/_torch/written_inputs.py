@@ -63,14 +63,13 @@ _COPY, _HIDDEN = torch.ops.aten.clone.default, torch.ops.aten.lift_fresh_copy.de
 
 def written_by_checkpointed(module: fx.GraphModule) -> list[fx.Node]:
     """Returns the placeholders of a joint graph that a checkpointed function writes, in eager again in backward."""
-    return [
-        node for node, value in _written(module.graph).items() if _is_checkpointed(value) and node.op == "placeholder"
-    ]
-
-
-def _is_checkpointed(value: fx.Node) -> bool:
     policies = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
-    return any(node.meta.get("recompute") in policies for node in (value, *value.all_input_nodes))
+    written = ((node, value) for node, value in _written(module.graph).items() if node.op == "placeholder")
+    return [
+        node
+        for node, value in written
+        if any(each.meta.get("recompute") in policies for each in (value, *value.all_input_nodes))
+    ]
 
 
 def _written(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

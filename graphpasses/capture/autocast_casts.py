@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from graphpasses._torch.autocast import ENTER, EXIT, casts_in, is_cast
 from graphpasses._torch.schemas import SET_GRAD_ENABLED, is_higher_order
+from graphpasses._torch.surroundings import ENTER, EXIT, casts_in, is_cast
 from graphpasses.errors import UnsupportedError
 from graphpasses.graph.nodes import source_line
 

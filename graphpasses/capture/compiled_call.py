@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from types import CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -13,19 +16,29 @@ from graphpasses._torch.compile_backend import uncompiled
 from graphpasses._torch.ddp import is_replicated, orders_buckets, orders_replicated, running_ddp
 from graphpasses._torch.dynamo import BackendCompilerFailed, graphs_uncut, is_eager_forced, record_graph_breaks
 from graphpasses.capture.compile_report import CompileReport
-from graphpasses.capture.named_modules import find_modules
 from graphpasses.capture.refusals import check_materialised
 from graphpasses.errors import GraphPassesError, UnsupportedError
+from graphpasses.state.calls import names_of
+from graphpasses.state.keys import CONTAINERS, MAX_ITEMS, attributes_of, read_cell
+from graphpasses.state.origin import is_users
 
 if TYPE_CHECKING:
     from graphpasses.capture.compile_options import CompileOptions
     from graphpasses.embedding.torchrec.model_call import ModelCall
 
 _DDP = nn.parallel.DistributedDataParallel
-_RUNNING: ContextVar[CompiledCall | None] = ContextVar("_RUNNING", default=None)
-# In the innermost call: graphs with collectives that ran.
-_PLACE: ContextVar[int] = ContextVar("_PLACE", default=0)
-_CASTS: ContextVar[set[int] | None] = ContextVar("_CASTS", default=None)
+
+
+@dataclass
+class _Running:
+    """What runs now."""
+
+    call: CompiledCall
+    place: int = 0  # how many graphs with collectives it has run
+    casts: set[int] = field(default_factory=set)  # which weights its graphs have cast under autocast, by ``id``
+
+
+_RUNNING: ContextVar[_Running | None] = ContextVar("_RUNNING", default=None)
 
 
 class CompiledCall:
@@ -80,20 +93,22 @@ class CompiledCall:
     @staticmethod
     def place() -> int:
         """Returns how many graphs with collectives the innermost call has run; ranks may differ in the others."""
-        return _PLACE.get()
+        running = _RUNNING.get()
+        return 0 if running is None else running.place
 
     @staticmethod
     def casts() -> set[int]:
         """Returns which weights the graphs of the innermost call have cast under autocast, by ``id``."""
-        casts = _CASTS.get()
-        return set() if casts is None else casts
+        running = _RUNNING.get()
+        return set() if running is None else running.casts
 
     @staticmethod
     def counted(compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps a compiled graph with collectives, so that the graphs that run after it have another place."""
 
         def call(*values: Any) -> Any:
-            _PLACE.set(_PLACE.get() + 1)
+            if (running := _RUNNING.get()) is not None:
+                running.place += 1
             return compiled(*values)
 
         return call
@@ -101,7 +116,8 @@ class CompiledCall:
     @staticmethod
     def running() -> CompiledCall | None:
         """Returns the innermost call that runs now."""
-        return _RUNNING.get()
+        running = _RUNNING.get()
+        return None if running is None else running.call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the compiled function; what it was made of, where ``torch.compiler.set_stance`` asks for eager."""
@@ -112,7 +128,7 @@ class CompiledCall:
             for module in self._modules:
                 check_materialised(module, "before the first call of what torch.compile returned")
             self._reducers = self._find_reducers()
-        running, place, casts = _RUNNING.set(self), _PLACE.set(0), _CASTS.set(set())
+        running = _RUNNING.set(_Running(self))
         try:
             with record_graph_breaks() as graph_breaks, graphs_uncut():
                 around = running_ddp()
@@ -132,8 +148,48 @@ class CompiledCall:
             raise
         finally:
             _RUNNING.reset(running)
-            _PLACE.reset(place)
-            _CASTS.reset(casts)
             if graph_breaks:
                 self._report.graph_breaks += graph_breaks
                 self._report.write()
+
+
+def find_modules(root: Any) -> list[nn.Module]:
+    """Returns the modules that a function, and what it calls, has names for; outer ones only."""
+    found: dict[int, Any] = {}
+    names: dict[str, None] = {"__call__": None}
+    pending, size = [root], -1
+    while pending or size != (size := len(names) + len(found)):
+        for value in pending:
+            found[id(value)] = value
+        pending = [each for value in [*found.values()] for each in _reached(value, names) if id(each) not in found]
+    return [value for value in found.values() if isinstance(value, nn.Module)]
+
+
+def _reached(value: Any, names: dict[str, None]) -> Iterator[Any]:
+    """Yields what code reaches from a value; ``names`` are those of attributes, and get the code's."""
+    if isinstance(value, (nn.Module, type)):
+        return
+    if isinstance(value, MethodType):
+        yield from (value.__func__, value.__self__)
+    elif isinstance(value, partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, CONTAINERS):
+        if len(value) <= MAX_ITEMS:
+            yield from value.values() if isinstance(value, dict) else value
+    elif isinstance(value, FunctionType):
+        if is_users(value):
+            globals_ = _globals_of(value.__code__, names)
+            yield from (value.__globals__[name] for name in globals_ if name in value.__globals__)
+            yield from map(read_cell, value.__closure__ or ())
+            yield from (value.__defaults__ or ())
+    else:
+        own = attributes_of(value) or {}
+        of_class = {name: each for base in type(value).__mro__ if is_users(base) for name, each in vars(base).items()}
+        yield from ({**of_class, **own}[name] for name in names if name in own or name in of_class)
+
+
+def _globals_of(code: CodeType, names: dict[str, None]) -> set[str]:
+    found = names_of(code)
+    names |= dict.fromkeys(found.attributes)
+    nested = (_globals_of(each, names) for each in code.co_consts if isinstance(each, CodeType))
+    return {*found.globals}.union(*nested)

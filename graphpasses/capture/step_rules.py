@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from graphpasses._torch.fake_mode import is_fake
-from graphpasses._torch.schemas import inner_names, is_tensor_subclass
+from graphpasses._torch.operator_facts import read_tensors
 from graphpasses._torch.storage import memories
 from graphpasses.capture.random_state import RandomCalls, find_random_fault
 from graphpasses.capture.refusals import OTHER_MEMORY, WRITE_IN_PLACE
@@ -90,7 +90,7 @@ def _sparse_gradients(step: CapturedStep, _: RandomCalls) -> str | None:
 def _outside_tensors(step: CapturedStep, _: RandomCalls) -> str | None:
     """Refuses tensors from outside whose gradients the step would not compute."""
     outside = outside_tensors(step)
-    own = {each: fqn for fqn, tensor in named_state(step.model) for each in memories(_parts(tensor))}
+    own = {each: fqn for fqn, tensor in named_state(step.model) for each in memories([*read_tensors(tensor)])}
     for fqn in [own[each] for value in outside for each in memories(value) if each in own]:
         return (
             f"loss_fn reads memory of {fqn!r} by a tensor of its own, as a view, or a shard, that was made outside: "
@@ -110,11 +110,6 @@ def _outside_tensors(step: CapturedStep, _: RandomCalls) -> str | None:
                 "detach it"
             )
     return None
-
-
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Returns what holds a tensor's values: of a sharded one this rank's shard."""
-    return [getattr(tensor, name) for name in inner_names(tensor)] if is_tensor_subclass(tensor) else [tensor]
 
 
 def outside_tensors(step: CapturedStep) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +17,12 @@ from graphpasses._torch.dynamo import compiled_calls_raise
 from graphpasses._torch.fake_mode import strides_of_kernels
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_tracing import communication_traced, other_models_refused
-from graphpasses._torch.held_tensors import held_traced
 from graphpasses._torch.in_place_collectives import collectives_with_waits
 from graphpasses._torch.module_answers import answers_as_in_eager, mark_parameters
 from graphpasses._torch.operator_calls import OperatorCalls
 from graphpasses._torch.recorded_operator import MODULE_FQN, Operator
 from graphpasses._torch.schemas import is_tensor_subclass
-from graphpasses._torch.step_tracer import TRACING, TracedFunction, trace_with_torch
+from graphpasses._torch.step_tracer import TRACING, TracedFunction, held_traced, trace_with_torch
 from graphpasses._torch.symbols import each_size_its_own, mark_dims
 from graphpasses.capture import refusals
 from graphpasses.capture.guards import Decisions
@@ -78,30 +77,29 @@ def trace_step(
     """
     identity, keeps_casts = IdentityMap.of(model), torch.is_autocast_cache_enabled()
     state = dict(named_state(model))
-    own = {fqn: vars(tensor) for fqn, tensor in state.items()}
     held: set[str] = set()
     records: list[OperatorCalls] = []
-    left_in: list[str] = []
     left_values: dict[str, Any] = {}
-    taken: list[tuple[Any, ...]] = []
-    returned = Returned()
-    unsharded: set[int] = set()
-    marks = Marks()
+    found: dict[str, Any] = {}  # what else a trace brings: of several, which are alike, the last
     random_calls, reads = RandomCalls(), Reads(model, loss_fn)
     decisions = Decisions(model, list(zip(structure.paths, leaves, strict=True)), varying)
 
     def step(*args: Any) -> list[torch.Tensor | None]:
-        nonlocal returned
         # The tracer gives every name of a tied DTensor a tensor of its own, so ask for every name's gradient;
         # but names of one module, or of one plain tensor, still are one, whose gradient goes to the first.
         named = {fqn: p for fqn, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-        gradients_before = [parameter.grad for parameter in named.values()]
+        before = {fqn: parameter.grad for fqn, parameter in named.items()}
         trained = [(fqn, tensor, is_trained(tensor)) for fqn, tensor in named_state(model)]
         for fqn, tensor in named_state(model):
-            for name, value in own[fqn].items():
+            for name, value in vars(state[fqn]).items():
                 if name[0] != "_" and not hasattr(tensor, name):
                     setattr(tensor, name, value)
         mark_parameters(model)
+
+        def filled() -> dict[str, nn.Parameter]:
+            """Returns the parameters that have other gradients than before, by FQN."""
+            return {fqn: parameter for fqn, parameter in named.items() if parameter.grad is not before[fqn]}
+
         left_tensors = LeftTensors(model)
         given = [args[index] for index in structure.same or range(len(args))]
         records.append(record := record_calls(model, identity, given, only_undo=not is_recorded))
@@ -132,8 +130,8 @@ def trace_step(
                 containers = structure.containers(batch)[1:]
                 result = loss_fn(first_model(model), *batch)
             each_once = {id(container.value): container for container in containers}
-            taken[:] = [keys for container in each_once.values() for keys in container.taken()]
-            if different := {fqn for fqn, _ in named_state(model)} ^ own.keys():
+            taken = [keys for container in each_once.values() for keys in container.taken()]
+            if different := {fqn for fqn, _ in named_state(model)} ^ state.keys():
                 raise CaptureError(
                     f"loss_fn makes or removes {min(different)!r}, a parameter or buffer, and a captured step would "
                     "not. If it does so at the first call only, run loss_fn once before the capture"
@@ -146,10 +144,7 @@ def trace_step(
                         "x * y for x.mul_(y)"
                     )
             refusals.refuse_now_trained(trained, [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)])
-            if reductions.reduced or any(
-                parameter.grad is not before
-                for parameter, before in zip(named.values(), gradients_before, strict=True)
-            ):
+            if reductions.reduced or filled():
                 raise CaptureError(_CALLED_BACKWARD)
             _check_loss(loss := loss_of(result), result, list(named))
             returned, others = Returned.of(result)
@@ -158,17 +153,18 @@ def trace_step(
             with torch.autograd.set_multithreading_enabled(False), reads.running(), record:
                 if fsdp_groups(model):  # FSDP2 looks for gradients where backward leaves them
                     loss.backward()
-                    _refuse_read_shards(named, gradients_before, reductions.reduced)
+                    if read := [fqn for fqn, parameter in filled().items() if parameter in reductions.reduced]:
+                        raise CaptureError(_READ_SHARD.format(read[0]))
                     gradients = {each: reductions.reduced.get(each, each.grad) for each in parameters}
                 else:
-                    found = torch.autograd.grad(loss, parameters, allow_unused=True)
-                    gradients = dict(zip(parameters, found, strict=True))
-                    _refuse_inner_backward(named, gradients_before)
-        unsharded.update(reductions.unsharded)
-        marked = marks.of(named, reductions.unreduced, reductions.late, reductions.partly_reduced)
+                    computed = torch.autograd.grad(loss, parameters, allow_unused=True)
+                    gradients = dict(zip(parameters, computed, strict=True))
+                    for fqn in filled():
+                        raise CaptureError(_INNER_BACKWARD.format(fqn))
+        marks, marked = Marks.of(named, reductions)
         left, values = left_tensors.find(reads.has_read)
-        left_in[:] = left
         left_values.update(values)
+        found.update(left=[*left], marks=marks, taken=taken, unsharded=reductions.unsharded, returned=returned)
         each_gradient = [gradients.pop(parameter, None) for parameter in named.values()]
         return [
             loss,
@@ -192,8 +188,7 @@ def trace_step(
         for record in reversed(records):
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
     calls, guards = records[0].calls, decisions.guards
-    outside = left_in, marks, taken, held, unsharded, left_values, returned
-    return Trace(traced, reads, guards, random_calls, calls, *outside)
+    return Trace(traced, reads, guards, random_calls, calls, held=held, left_values=left_values, **found)
 
 
 def _trace_until_settled(reads: Reads, trace: Callable[[], TracedFunction]) -> TracedFunction:
@@ -237,30 +232,16 @@ _CALLED_BACKWARD = (
     "loss_fn called backward itself; return the loss and let the capture differentiate it (a loss that runs "
     "backward chunk by chunk cannot be captured: sum the chunks' losses)"
 )
-
-
-def _refuse_read_shards(
-    named: Mapping[str, torch.Tensor], before: Sequence[torch.Tensor | None], reduced: Collection[torch.Tensor]
-) -> None:
-    """Raises if a parameter gets a gradient as a shard, too, to which eager FSDP2 adds the one that it reduces."""
-    for (fqn, parameter), gradient in zip(named.items(), before, strict=True):
-        if parameter in reduced and parameter.grad is not gradient:
-            raise CaptureError(
-                f"loss_fn reads the shard of {fqn!r} outside its fully_sharded module, as a penalty on a block's "
-                "weights does, and a captured step would lose that gradient. Use the optimizer's weight_decay, or "
-                "compute the penalty in the module's forward"
-            )
-
-
-def _refuse_inner_backward(named: Mapping[str, torch.Tensor], before: Sequence[torch.Tensor | None]) -> None:
-    """Raises if a backward of the user's has filled gradients itself, as those of reversible networks do."""
-    for (fqn, parameter), gradient in zip(named.items(), before, strict=True):
-        if parameter.grad is not gradient:
-            raise CaptureError(
-                f"a backward of loss_fn calls backward itself, which fills the gradient of {fqn!r}, and a captured "
-                "step takes those that autograd returns. Call torch.autograd.grad there, give the function the "
-                "parameters, too, and return their gradients"
-            )
+_READ_SHARD = (  # to which eager FSDP2 adds the gradient that it reduces
+    "loss_fn reads the shard of {!r} outside its fully_sharded module, as a penalty on a block's weights does, and a "
+    "captured step would lose that gradient. Use the optimizer's weight_decay, or compute the penalty in the "
+    "module's forward"
+)
+_INNER_BACKWARD = (  # as those of reversible networks
+    "a backward of loss_fn calls backward itself, which fills the gradient of {!r}, and a captured step takes those "
+    "that autograd returns. Call torch.autograd.grad there, give the function the parameters, too, and return their "
+    "gradients"
+)
 
 
 def _check_loss(loss: Any, result: Any, trainable: list[str]) -> None:

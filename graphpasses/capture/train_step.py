@@ -119,19 +119,13 @@ def capture_train_step(
     # Without a check one rank may capture for others, which wait for its step.
     consensus = RankConsensus.of_model(model if check else nn.Module())
     consensus.check_update(optimizers, clip_norm)
-    capture = partial(_capture_alone, loss_fn, optimizers=optimizers, clip_norm=clip_norm)
+    capture = partial(_capture, loss_fn, optimizers=optimizers, clip_norm=clip_norm)
     capture = partial(capture, dynamic_shapes=dynamic_shapes, check=check)
     # The eager step communicates: the other ranks would wait in it for one that could not trace.
     elsewhere = FailedElsewhereError("another rank could not capture the step; its message says why")
     with consensus.raised_together(elsewhere) as traced_everywhere:
         step = capture(model, *batch, traced_everywhere=traced_everywhere)
     return replace(step, recapture=capture if recapture else None, check_every=check_every)
-
-
-def _capture_alone(loss_fn: Callable[..., Any], model: nn.Module, *batch: Any, **options: Any) -> CapturedStep:
-    """Captures a step that reduces all gradients of its own batch, whatever FSDP2 keeps or is to keep now."""
-    with accumulation_set_aside(model), stages_shown(), recording_paused():
-        return _capture(loss_fn, model, *batch, **options)
 
 
 def _capture(
@@ -144,66 +138,70 @@ def _capture(
     check: bool,
     traced_everywhere: Callable[[], None] = lambda: None,
 ) -> CapturedStep:
-    """Captures a step; ``traced_everywhere`` is called before the ranks run anything together."""
-    # Look
-    refuse_model(model)
-    structure = BatchStructure.of(batch, TORCHREC)
-    structure, leaves = replace(structure, shared=structure.shared_in(batch)), structure.leaves(batch)
-    for path, leaf in zip(structure.paths, leaves, strict=True):
-        check_leaf(path, leaf)
-    # Ranks ask each other at each call only where they decide by values.
-    if not RankConsensus.of_model(model).groups:
-        structure = replace(structure, same=same_leaves(leaves))
-    groups = fsdp_groups(model)
-    check_unsharded(groups)
-    prepare_for_tracing(model)
-    varying = read_dynamic_shapes(structure, leaves, dynamic_shapes)
-    unchecked = why_unchecked(model, dict(zip(structure.paths, leaves, strict=True))) if check else ""
-    # Trace
-    stage("traces loss_fn and its backward")
-    with paused_gc():
-        trace = trace_step(loss_fn, model, structure, leaves, is_recorded=unchecked is None, varying=varying)
-        refuse_kept_tensors(trace.result)
-    # Read
-    step = read_step(
-        trace.result,
-        model,
-        replace(structure, taken=tuple(trace.taken)),
-        [*zip(structure.paths, fake_copies(leaves), strict=True)],
-        trace.marks,
-        left=trace.left,
-        varying=varying,
-        guards=trace.guards,
-        left_unsharded=frozenset(trace.unsharded),
-        left_values=trace.left_values,
-        returned=trace.returned,
-        snapshot=Snapshot.of(model, trace.reads.attributes, trace.reads.names, trace.held),
-        checker=partial(check_on_batch, loss_fn),
-    )
-    # Refuse
-    refuse_step(step, trace.random_calls)
-    if outside := outside_tensors(step):
-        step.note(note_outside(outside))
-        step.snapshot = step.snapshot.with_tensors(outside)
-    if groups and (note := premultiplied_note(BucketPlan.from_fully_shard(model).entries)):
-        step.note(note)
-    if clip_norm is not None and any(own_reduction(group) is not None for group in groups):
-        step.note(CLIP_NOTE)
-    source = find_update(step, optimizers, clip_norm)
-    if source is not None:
-        stage("traces the optimizer's step")
-    update = None if source is None else trace_update(step, source)
-    traced_everywhere()
-    # Compare
-    if unchecked:
-        step.note(f"the capture was not compared with an eager step: {unchecked}")
-    elif check:
-        stage("compares the step with an eager one")
-        check_step(step, loss_fn, batch, trace.calls)
-        reshard(groups)
-        if source is not None and update is not None and has_equal_bits(model):
-            stage("compares the update with the optimizer's own")
-            check_update(update, source)
-        elif update is not None:
-            step.note("the update was not compared with the optimizer's own: its bits may differ from run to run")
-    return step if update is None else step.with_update(update)
+    """Captures a step that reduces all gradients of its own batch, whatever FSDP2 keeps or is to keep now.
+
+    ``traced_everywhere`` is called before the ranks run anything together.
+    """
+    with accumulation_set_aside(model), stages_shown(), recording_paused():
+        # Look
+        refuse_model(model)
+        structure = BatchStructure.of(batch, TORCHREC)
+        structure, leaves = replace(structure, shared=structure.shared_in(batch)), structure.leaves(batch)
+        for path, leaf in zip(structure.paths, leaves, strict=True):
+            check_leaf(path, leaf)
+        # Ranks ask each other at each call only where they decide by values.
+        if not RankConsensus.of_model(model).groups:
+            structure = replace(structure, same=same_leaves(leaves))
+        groups = fsdp_groups(model)
+        check_unsharded(groups)
+        prepare_for_tracing(model)
+        varying = read_dynamic_shapes(structure, leaves, dynamic_shapes)
+        unchecked = why_unchecked(model, dict(zip(structure.paths, leaves, strict=True))) if check else ""
+        # Trace
+        stage("traces loss_fn and its backward")
+        with paused_gc():
+            trace = trace_step(loss_fn, model, structure, leaves, is_recorded=unchecked is None, varying=varying)
+            refuse_kept_tensors(trace.result)
+        # Read
+        step = read_step(
+            trace.result,
+            model,
+            replace(structure, taken=tuple(trace.taken)),
+            [*zip(structure.paths, fake_copies(leaves), strict=True)],
+            trace.marks,
+            left=trace.left,
+            varying=varying,
+            guards=trace.guards,
+            left_unsharded=frozenset(trace.unsharded),
+            left_values=trace.left_values,
+            returned=trace.returned,
+            snapshot=Snapshot.of(model, trace.reads.attributes, trace.reads.names, trace.held),
+            checker=partial(check_on_batch, loss_fn),
+        )
+        # Refuse
+        refuse_step(step, trace.random_calls)
+        if outside := outside_tensors(step):
+            step.note(note_outside(outside))
+            step.snapshot = step.snapshot.with_tensors(outside)
+        if groups and (note := premultiplied_note(BucketPlan.from_fully_shard(model).entries)):
+            step.note(note)
+        if clip_norm is not None and any(own_reduction(group) is not None for group in groups):
+            step.note(CLIP_NOTE)
+        source = find_update(step, optimizers, clip_norm)
+        if source is not None:
+            stage("traces the optimizer's step")
+        update = None if source is None else trace_update(step, source)
+        traced_everywhere()
+        # Compare
+        if unchecked:
+            step.note(f"the capture was not compared with an eager step: {unchecked}")
+        elif check:
+            stage("compares the step with an eager one")
+            check_step(step, loss_fn, batch, trace.calls)
+            reshard(groups)
+            if source is not None and update is not None and has_equal_bits(model):
+                stage("compares the update with the optimizer's own")
+                check_update(update, source)
+            elif update is not None:
+                step.note("the update was not compared with the optimizer's own: its bits may differ from run to run")
+        return step if update is None else step.with_update(update)

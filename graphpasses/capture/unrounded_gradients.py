@@ -45,7 +45,10 @@ def keep_unrounded(graph: TrainGraph, model: nn.Module) -> None:
         if not any(_width(each.entry) > _width(each.gradient) for each in casts_of):
             continue
         is_replicated = _is_replicated(get_state(model, fqn), reductions[0])
-        uses = [use for reduction in reductions for use in added_uses(_of_rank(reduction, is_replicated))]
+        launches = [_reduction_before(reduction) if is_replicated else None for reduction in reductions]
+        # That autograd computed on this rank.
+        gradients = [argument(each) if each else _of_whole(of) for each, of in zip(launches, reductions, strict=True)]
+        uses = [use for gradient in gradients for use in added_uses(gradient)]
         rounded = [use for use in uses if _is_rounding(use, casts)]
         if is_replicated and len(uses) > 1:
             raise UnsupportedError(
@@ -63,7 +66,7 @@ def keep_unrounded(graph: TrainGraph, model: nn.Module) -> None:
             _skip_rounding(graph, use)
         if rounded:
             unrounded.append(fqn)
-        if is_replicated and (launch := _reduction_before(reductions[0])):
+        if launch := launches[0]:
             _widen(graph, launch, reductions[0])
             wide.append(fqn)
     if unrounded:
@@ -105,12 +108,6 @@ def _reduction_before(reduction: GradReduction) -> fx.Node | None:
     whole = _of_whole(reduction)
     is_reduced = whole.target == WAIT and argument(whole).target == ALL_REDUCE
     return argument(whole) if is_reduced else None
-
-
-def _of_rank(reduction: GradReduction, is_replicated: bool) -> fx.Node:
-    """Returns the gradient that autograd computed on this rank."""
-    launch = _reduction_before(reduction) if is_replicated else None
-    return argument(launch) if launch else _of_whole(reduction)
 
 
 def _widen(graph: TrainGraph, launch: fx.Node, reduction: GradReduction) -> None:

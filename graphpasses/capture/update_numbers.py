@@ -15,8 +15,7 @@ from torch import fx
 from graphpasses._torch.conditions import as_function
 from graphpasses._torch.symbols import decided_by_values, floats_stay_open
 from graphpasses.graph import GraphInput, InputKind
-from graphpasses.state.optimizer import Number, NumberDecision, numbers_of
-from graphpasses.state.optimizers import Optimizers
+from graphpasses.state.optimizers import Number, NumberDecision, Optimizers, numbers_of
 
 
 class TracedNumbers:

@@ -9,12 +9,12 @@ import torch
 
 from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.storage import freed_memory_returned
-from graphpasses.capture.update_source import State, UpdateSource, like
+from graphpasses.capture.update import State, UpdateSource, like
 from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.update import Update, carried_values
 from graphpasses.identity import same_bits
-from graphpasses.state.optimizer import Number, numbers_of
+from graphpasses.state.optimizers import Number, numbers_of
 
 _Tensors = dict[str, torch.Tensor]
 

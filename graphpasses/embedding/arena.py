@@ -120,7 +120,7 @@ class Arena:
         """Lets each call of a graph :meth:`check` the arena's tensors, which some of its placeholders carry."""
         place = {node: index for index, node in enumerate(graph.placeholders)}
         positions = [place[node] for node in nodes]
-        graph.input_checks.append(lambda values: self.check([values[position] for position in positions]))
+        graph.input_checks += (lambda values: self.check([values[position] for position in positions]),)
 
     def check(self, tensors: Sequence[Tensor]) -> None:
         """Raises unless the arena's tensors, in order, lie where they were put; cheap enough for every step."""

@@ -39,7 +39,7 @@ def check_lookups(graph: DynamoGraph) -> None:
         effect, outputs = call.effect_without_gradient(), reached.get(call.node)
         if effect is not None and outputs:
             check = check_gradient_arrives(call.module, outputs, effect)
-            graph.backward_checks.append(lambda check=check: check)  # type: ignore[misc]
+            graph.backward_checks += (lambda check=check: check,)  # type: ignore[misc]
 
 
 def one_backward_per_forward(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.dtensor import as_dtensor, local_part
 from graphpasses._torch.fake_mode import fake_mode_of
-from graphpasses._torch.fsdp2_accumulation import Accumulators, accumulation_set_aside, reducing
+from graphpasses._torch.fsdp2_accumulation import Accumulators, reducing
+from graphpasses._torch.fsdp2_tracing import Reductions
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses._torch.operator_facts import writes_first
 from graphpasses._torch.operator_recorder import recording_paused
@@ -56,36 +57,27 @@ CutGraph = tuple[fx.GraphModule, tuple[GraphInput, ...], tuple[GraphOutput, ...]
 """A graph that was cut of a step's, and what its flat inputs and outputs are."""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Marks:
     """Where a step's gradients are about to be reduced: views that nothing else reads."""
 
-    names: dict[str, str] = field(default_factory=dict)  # by place, of the view's node
-    placements: dict[str, Any] = field(default_factory=dict)  # by place, of a gradient that is a DTensor
+    names: dict[str, str]  # by place, of the view's node
+    placements: dict[str, Any]  # by place, of a gradient that is a DTensor
+    # Parameters of groups that may reduce before all gradients are there: what has waited is reduced by itself.
+    late: set[str]
     # Of parameters with several uses, the nodes that add the gradients of these, in order, in the dtype of compute.
     added: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    # Parameters of groups that may reduce before all gradients are there: what has waited is reduced by itself.
-    late: set[str] = field(default_factory=set)
 
-    def of(
-        self,
-        named: Mapping[str, torch.Tensor],
-        unreduced: Mapping[torch.Tensor, tuple[torch.Tensor, Any]],
-        late: Collection[torch.Tensor],
-        partly_reduced: Mapping[int, Sequence[torch.Tensor]],
-    ) -> list[torch.Tensor]:
-        """Makes these the marks of a trace, and returns them; parameters are by FQN, each under its first."""
+    @classmethod
+    def of(cls, named: Mapping[str, torch.Tensor], reductions: Reductions) -> tuple[Marks, list[torch.Tensor]]:
+        """Returns the marks of a trace, and what is marked; parameters are by FQN, each under its first."""
         first = {parameter: fqn for fqn, parameter in [*named.items()][::-1]}
-        marks: dict[str, torch.Tensor] = {}
-        self.placements.clear()
-        for parameter, (mark, placements) in unreduced.items():
-            marks[first[parameter]] = mark
-            if placements is not None:
-                self.placements[first[parameter]] = placements
-        marks |= {f"group {index}": each[0] for index, each in partly_reduced.items() if len(each) == 1}
-        self.late = {first[parameter] for parameter in late}
-        self.names = dict.fromkeys(marks, "")
-        return [*marks.values()]
+        unreduced = {first[parameter]: found for parameter, found in reductions.unreduced.items()}
+        marks = {fqn: mark for fqn, (mark, _) in unreduced.items()}
+        marks |= {f"group {index}": each[0] for index, each in reductions.partly_reduced.items() if len(each) == 1}
+        placements = {fqn: each for fqn, (_, each) in unreduced.items() if each is not None}
+        late = {first[parameter] for parameter in reductions.late}
+        return cls(dict.fromkeys(marks, ""), placements, late), [*marks.values()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,7 +187,7 @@ class CutSteps(Generic[S]):
             return step
         if waiting not in self._steps:
             cuts = self._check(waiting)
-            with accumulation_set_aside(self.model), recording_paused():
+            with recording_paused():
                 self._steps[waiting] = self.make(cuts.graph_for(waiting), None if waiting.kept else cuts.update)
         return self._steps[waiting]
 

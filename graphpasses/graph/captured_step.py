@@ -20,7 +20,6 @@ from graphpasses.graph.batch import Varying, check_leaves, check_memory
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.guards import Guards
 from graphpasses.graph.parameters import get_state, parameter_infos
-from graphpasses.graph.rank_consensus import FailedRanks
 from graphpasses.graph.recapture import GuardedCache, Recapture
 from graphpasses.graph.returned import Returned
 from graphpasses.graph.train_graph import GraphInput, InputKind, OutputKind, TrainGraph
@@ -107,7 +106,7 @@ class CapturedStep(TrainGraph):
             AgreementError: another rank stopped, of which a collective waits; the message says why it did.
         """
         self._num_calls += 1
-        with self._failed_ranks.told():
+        with self._cache.failed_ranks.told():
             if self._is_due():
                 self.check(*batch)
             return self.run(*batch)
@@ -190,7 +189,7 @@ class CapturedStep(TrainGraph):
         tensors = self.snapshot.check(self.model)
         leaves = self.batch_structure.leaves(batch)
         check_leaves(leaves, self.batch_leaves, self.varying)
-        step = self._cache.fitting(batch, leaves, partial(self._value, leaves=leaves))
+        step: Self = self._cache.fitting(batch, leaves, partial(self._value, leaves=leaves))
         if step is not self:
             tensors = step.snapshot.check(self.model)
         step = step.cut_steps.fitting(step, waiting)
@@ -223,11 +222,7 @@ class CapturedStep(TrainGraph):
         return tuple(self._cache.steps)
 
     @cached_property
-    def _failed_ranks(self) -> FailedRanks:
-        return FailedRanks(self._cache.groups)
-
-    @cached_property
-    def _cache(self) -> GuardedCache[CapturedStep]:
+    def _cache(self) -> GuardedCache:
         return GuardedCache(self)
 
     def record_rewrite(self, rewrite: Callable[[Any], Any]) -> None:
@@ -249,10 +244,8 @@ class CapturedStep(TrainGraph):
         module, inputs, outputs = graph
         step = replace(self, module=module, inputs=inputs, outputs=outputs, update=update, rewrites=())
         step.report, step.notes, step.timelines = None, [], []
-        for rewrite in self.rewrites:
-            step = rewrite(step)
+        step = self._cache.rewritten(step, self.rewrites)
         step.cut_steps = self.cut_steps
-        self._cache.check_launches(step)
         return step
 
     @cached_property

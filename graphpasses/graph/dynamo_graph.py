@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -28,12 +28,12 @@ class DynamoGraph(TrainGraph):
     live: tuple[Any, ...]
     # What every call of the compiled model asks first, e.g. that tables still are where a pass put them; each
     # raises if not.
-    checks: list[Callable[[], None]] = field(default_factory=list)
+    checks: tuple[Callable[[], None], ...] = ()
     # Likewise, given what the call passes for each captured input.
-    input_checks: list[Callable[[Sequence[Any]], None]] = field(default_factory=list)
+    input_checks: tuple[Callable[[Sequence[Any]], None], ...] = ()
     # Called after each forward with gradients; what each returns is called when its backward begins, with the
     # gradients of the outputs, None for those that the loss does not depend on.
-    backward_checks: list[Callable[[], Callable[[Sequence[torch.Tensor | None]], None]]] = field(default_factory=list)
+    backward_checks: tuple[Callable[[], Callable[[Sequence[torch.Tensor | None]], None]], ...] = ()
 
     @classmethod
     def of(cls, graph: TrainGraph) -> Self:
@@ -44,13 +44,6 @@ class DynamoGraph(TrainGraph):
                 f"the stage {graph.stage.value}"
             )
         return graph
-
-    def copy(self) -> Self:
-        """Returns a graph that can be rewritten without changing this one; tensors and model are shared."""
-        copy = super().copy()
-        copy.checks, copy.input_checks = [*self.checks], [*self.input_checks]
-        copy.backward_checks = [*self.backward_checks]
-        return copy
 
     def add_input(self, tensor: torch.Tensor, fqn: str) -> fx.Node:
         """Returns a placeholder that every call gives ``tensor``: the one added for it, or a new last one."""

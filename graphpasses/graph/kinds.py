@@ -98,11 +98,6 @@ class GraphOutput:
         return self.kind is OutputKind.GRADIENT and self.attr in ("", "_local_tensor")
 
     @property
-    def is_returned(self) -> bool:
-        """Whether this slot carries what ``loss_fn`` returns beside the loss, at the path ``fqn``."""
-        return self.kind is OutputKind.RETURNED
-
-    @property
     def is_loss(self) -> bool:
         """Whether this slot carries the loss's data (not its device mesh)."""
         return self.kind is OutputKind.LOSS and self.attr in ("", "_local_tensor")

@@ -100,26 +100,20 @@ class RankConsensus:
         if least == -negative:
             return
         found = None
-        for (first, (one, its)), (rank, (other, theirs)) in self._pairs((elsewhere, fact)):
-            if one != other:
-                found = found or (
-                    f"ranks {first} and {rank} are at different places: rank {first} asks whether some {one}, rank "
-                    f"{rank} whether they {other}. Capture steps, and call them, in one order on all ranks, with one "
-                    "check="
-                )
-            else:
-                found = found or difference((first, its), (rank, theirs))
-        if not self.all_ranks([found is None])[0]:
-            raise AgreementError(found or f"other ranks {elsewhere}; their messages say which")
-
-    def _pairs(self, value: T) -> list[tuple[tuple[int, T], tuple[int, T]]]:
-        """Returns, group by group, the first rank's number and value beside those of each other rank."""
-        pairs = []
         for group in map(named_group, self.groups):  # all: others wait there
             ranks = dist.get_process_group_ranks(group)
-            first, *others = zip(ranks, gathered(value, group), strict=True)
-            pairs += [(first, other) for other in others]
-        return pairs
+            (first, (one, its)), *others = zip(ranks, gathered((elsewhere, fact), group), strict=True)
+            for rank, (other, theirs) in others:
+                if one != other:
+                    found = found or (
+                        f"ranks {first} and {rank} are at different places: rank {first} asks whether some {one}, "
+                        f"rank {rank} whether they {other}. Capture steps, and call them, in one order on all ranks, "
+                        "with one check="
+                    )
+                else:
+                    found = found or difference((first, its), (rank, theirs))
+        if not self.all_ranks([found is None])[0]:
+            raise AgreementError(found or f"other ranks {elsewhere}; their messages say which")
 
     @contextmanager
     def raised_together(self, error: Exception, *, communicates: bool = True) -> Iterator[Callable[[], None]]:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
-from torch import fx, nn
 
 from graphpasses._torch.fsdp2_accumulation import accumulation_set_aside
 from graphpasses.errors import CaptureError
 from graphpasses.graph.batch import same_leaves
-from graphpasses.graph.batch_structure import BatchStructure
-from graphpasses.graph.guards import NO_DECISION, Guards
-from graphpasses.graph.operator_seconds import OperatorSeconds
-from graphpasses.graph.pass_report import PipelineReport
-from graphpasses.graph.rank_consensus import RankConsensus
+from graphpasses.graph.guards import NO_DECISION
+from graphpasses.graph.rank_consensus import FailedRanks, RankConsensus
 from graphpasses.graph.train_graph import GraphInput
-from graphpasses.graph.update import Update
 
 Recapture: TypeAlias = Callable[..., Any]
 """Captures a step again, for a batch by which ``loss_fn`` decides otherwise.
@@ -29,42 +24,27 @@ Called as ``capture(model, *batch, traced_everywhere=...)``, which it calls befo
 MAX_STEPS = 8
 
 
-class Step(Protocol):
-    """What a :class:`~graphpasses.graph.CapturedStep` has of all this."""
-
-    model: nn.Module
-    guards: Guards | None
-    recapture: Recapture | None
-    batch_structure: BatchStructure
-    rewrites: tuple[Callable[[Any], Any], ...]
-    report: PipelineReport | None
-    seconds: OperatorSeconds | None
-    update: Update | None
-
-    @property
-    def graph(self) -> fx.Graph:
-        """The FX graph."""
-
-
-S = TypeVar("S", bound=Step)
-
-
 class FailedElsewhereError(CaptureError):
     """Another rank raised, and no rank waits for this one."""
 
 
-class GuardedCache(Generic[S]):
+Step: TypeAlias = Any
+"""A :class:`~graphpasses.graph.CapturedStep`, which has one of these."""
+
+
+class GuardedCache:
     """A captured step, and those captured again, each with its guards: all ranks run the same one at each call."""
 
-    def __init__(self, first: S) -> None:
+    def __init__(self, first: Step) -> None:
         self.steps = [first]
         self._device = next(first.model.parameters()).device
         self._consensus = RankConsensus.of_graph(first.graph, self._device)
         self.groups = self._consensus.groups  # the names of those with which the step communicates
+        self.failed_ranks = FailedRanks(self.groups)
         self._is_checked = False
         self._is_guarded = None if self.groups else first.guards is not None
 
-    def fitting(self, batch: tuple[Any, ...], leaves: Sequence[Any], value_of: Callable[[GraphInput], Any]) -> S:
+    def fitting(self, batch: tuple[Any, ...], leaves: Sequence[Any], value_of: Callable[[GraphInput], Any]) -> Step:
         """Returns the step that all ranks captured with what they decide by now, or captures it."""
         if not self._is_checked:
             update = self.steps[0].update
@@ -92,7 +72,7 @@ class GuardedCache(Generic[S]):
         self.steps.append(self._capture(batch, found))
         return self.steps[-1]
 
-    def _capture(self, batch: tuple[Any, ...], difference: str) -> S:
+    def _capture(self, batch: tuple[Any, ...], difference: str) -> Step:
         first = self.steps[0]
         if first.recapture is None:
             raise CaptureError(
@@ -105,14 +85,18 @@ class GuardedCache(Generic[S]):
         elsewhere = FailedElsewhereError("another rank could not capture the step again; its message says why")
         together = partial(self._consensus.raised_together, elsewhere)
         with together(), together() as traced_everywhere, torch.enable_grad():
-            step: S = first.recapture(first.model, *batch, traced_everywhere=traced_everywhere)
+            step = first.recapture(first.model, *batch, traced_everywhere=traced_everywhere)
         step.seconds = first.seconds
-        with accumulation_set_aside(first.model):  # passes read how FSDP2 reduces
-            for rewrite in first.rewrites:
+        return self.rewritten(step, first.rewrites)
+
+    def rewritten(self, step: Step, rewrites: Iterable[Callable[[Step], Step]]) -> Step:
+        """Returns a step after rewrites; raises on all ranks if it launches different collectives on them."""
+        with accumulation_set_aside(step.model):  # passes read how FSDP2 reduces
+            for rewrite in rewrites:
                 step = rewrite(step)
         self.check_launches(step)
         return step
 
-    def check_launches(self, step: S) -> None:
+    def check_launches(self, step: Step) -> None:
         """Raises on all ranks if they launch different collectives in a step."""
         self._consensus.check_launches(None if step.report is None else step.report.certificate)

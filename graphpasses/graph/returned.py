@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from graphpasses.errors import CaptureError
 from graphpasses.graph.batch_structure import BatchStructure
-from graphpasses.graph.kinds import GraphOutput
+from graphpasses.graph.kinds import GraphOutput, OutputKind
 from graphpasses.state.left_tensors import COMPUTED
 
 
@@ -62,8 +62,9 @@ class Returned:
         """Returns what ``loss_fn`` would, of the flat outputs of a graph and its loss."""
         if self.structure.kind is None:
             return loss
-        named = ((item.fqn, value) for item, value in zip(outputs, flat, strict=True) if item.is_returned)
-        values = {**self.plain, **dict(named), **dict.fromkeys(self.losses, loss)}
+        named = zip(outputs, flat, strict=True)
+        computed = {item.fqn: value for item, value in named if item.kind is OutputKind.RETURNED}
+        values = {**self.plain, **computed, **dict.fromkeys(self.losses, loss)}
         return self.structure.build([values[path] for path in self.structure.paths])
 
 

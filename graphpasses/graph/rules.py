@@ -78,15 +78,6 @@ class Broken:
     cause: Exception | None = None  # the exception that showed it, if one did
 
 
-@dataclass(frozen=True)
-class Rule:
-    """One thing that holds for every legal graph of some stages."""
-
-    name: str
-    check: Callable[[Verifier], Iterator[Broken]]  # yields how a graph breaks it; its docstring says the rule
-    stages: frozenset[Stage] = frozenset(Stage)  # the stages for whose graphs the rule is
-
-
 def _well_formed(checked: Verifier) -> Iterator[Broken]:
     """Every value is read after it was computed, every name is one node's, and fx finds the graph sound."""
     graph = checked.graph
@@ -126,16 +117,16 @@ def _kinds_of_stage(checked: Verifier) -> Iterator[Broken]:
 
 def _operators(checked: Verifier) -> Iterator[Broken]:
     """After Dynamo a graph calls operators, neither methods nor modules."""
-    for op in ("call_method", "call_module"):
+    for op in ("call_method", "call_module") if checked.graph.stage is not Stage.DYNAMO else ():
         for node in checked.graph.graph.find_nodes(op=op):
             yield Broken(f"left {node.name}, a {op}, in a {checked.graph.stage.value} graph, which calls operators")
 
 
 def _live_inputs(checked: Verifier) -> Iterator[Broken]:
     """Each input of what Dynamo traced has its live value, which the compiled model is given."""
-    graph = DynamoGraph.of(checked.graph)
-    if len(graph.live) != len(graph.inputs):
-        yield Broken(f"left {len(graph.live)} live values for {len(graph.inputs)} inputs; add them with add_input")
+    graph = checked.graph
+    if graph.stage is Stage.DYNAMO and len(live := DynamoGraph.of(graph).live) != len(graph.inputs):
+        yield Broken(f"left {len(live)} live values for {len(graph.inputs)} inputs; add them with add_input")
 
 
 def _loss(checked: Verifier) -> Iterator[Broken]:
@@ -236,10 +227,11 @@ def _wait_of_collective(checked: Verifier) -> Iterator[Broken]:
 
 def _no_new_writes(checked: Verifier) -> Iterator[Broken]:
     """A pass adds no operator that writes in place to a step or a joint graph."""
-    added = checked.now.writers - checked.contract.writers
-    if added:
-        stage = checked.graph.stage.value
-        yield Broken(f"left {', '.join(sorted(added))} writing in place, which a {stage} graph did not do before")
+    stage, added = checked.graph.stage, checked.now.writers - checked.contract.writers
+    if added and stage in (Stage.STEP, Stage.JOINT):
+        yield Broken(
+            f"left {', '.join(sorted(added))} writing in place, which a {stage.value} graph did not do before"
+        )
 
 
 def _true_values(checked: Verifier) -> Iterator[Broken]:
@@ -263,24 +255,27 @@ def _wrong_value(node: fx.Node) -> Iterator[Broken]:
         yield Broken(f"left {node.name} with meta['val'] {claimed}; it computes {actual}")
 
 
-# What holds before dead code is removed.
-FORM = (Rule("well-formed", _well_formed),)
+# Yields how a graph breaks it; its docstring says the rule.
+Rule = Callable[["Verifier"], Iterator[Broken]]
 
-RULES = (
-    Rule("described", _described),
-    Rule("loss", _loss),
-    Rule("same-inputs", _same_inputs),
-    Rule("same-batch", _same_batch),
-    Rule("same-gradients", _same_gradients),
-    Rule("fixed-signature", _fixed_signature),
-    Rule("gradient-like-parameter", _gradient_like_parameter),
-    Rule("kinds-of-stage", _kinds_of_stage),
-    Rule("operators", _operators, frozenset(Stage) - {Stage.DYNAMO}),
-    Rule("live-inputs", _live_inputs, frozenset({Stage.DYNAMO})),
-    Rule("one-wait", _one_wait),
-    Rule("wait-of-collective", _wait_of_collective),
-    Rule("no-new-writes", _no_new_writes, frozenset({Stage.STEP, Stage.JOINT})),
-    Rule("true-values", _true_values),
+# What holds before dead code is removed.
+FORM: tuple[Rule, ...] = (_well_formed,)
+
+RULES: tuple[Rule, ...] = (
+    _described,
+    _loss,
+    _same_inputs,
+    _same_batch,
+    _same_gradients,
+    _fixed_signature,
+    _gradient_like_parameter,
+    _kinds_of_stage,
+    _operators,
+    _live_inputs,
+    _one_wait,
+    _wait_of_collective,
+    _no_new_writes,
+    _true_values,
 )
 
 
@@ -322,6 +317,5 @@ class Verifier:
     def _check(self, rules: Sequence[Rule], pass_name: str) -> None:
         vars(self).pop("now", None)
         for rule in rules:
-            if self.graph.stage in rule.stages:
-                for broken in rule.check(self):
-                    raise VerificationError(f"{pass_name} {broken.message}") from broken.cause
+            for broken in rule(self):
+                raise VerificationError(f"{pass_name} {broken.message}") from broken.cause

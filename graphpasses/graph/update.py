@@ -15,8 +15,7 @@ from graphpasses.errors import CaptureError
 from graphpasses.graph.kinds import GraphInput, GraphOutput, InputKind, OutputKind
 from graphpasses.graph.nodes import read_constants
 from graphpasses.graph.several_models import clipped_parameters
-from graphpasses.state.optimizer import Number, OptimizerFacts, numbers_of
-from graphpasses.state.optimizers import Optimizers
+from graphpasses.state.optimizers import Number, OptimizerFacts, Optimizers, numbers_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,20 +78,17 @@ class Update:
         """Returns what says of a step that its own graph has the update in it."""
         return replace(self, without_update=self.without_update or step, in_step=self.in_step.union(self.gradients))
 
-    def without(self, fqns: Collection[str], step: fx.GraphModule) -> Update:
-        """Returns the update of the other parameters, for a step whose own graph updates some."""
-        rest = self.trace_without(fqns)
+    def without(self, fqns: Collection[str], step: fx.GraphModule, fixed: Collection[int]) -> Update:
+        """Returns the update of the other parameters, for a step whose own graph updates some.
+
+        That has built in the numbers of the groups ``fixed``, but for their lr.
+        """
         return replace(
-            rest,
-            facts=self.facts,
-            trace_without=lambda more: self.trace_without([*fqns, *more]),
+            self.trace_without(fqns),
+            facts=self.facts.fixed(fixed),
             without_update=self.without_update or step,
             in_step=self.in_step.union(fqns),
         )
-
-    def with_fixed(self, groups: Collection[int]) -> Update:
-        """Returns the update for a step that has built in the numbers of some groups, but for their lr."""
-        return replace(self, facts=self.facts.fixed(groups))
 
     def values(self, inputs: Sequence[GraphInput], parameters: Mapping[str, torch.Tensor]) -> list[Any]:
         fqns = dict.fromkeys(item.fqn for item in inputs if item.kind is not InputKind.HYPERPARAMETER)

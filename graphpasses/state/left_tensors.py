@@ -22,23 +22,18 @@ from graphpasses.state.keys import key_of
 
 def held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the buffers of a model, and the tensors that are attributes of its modules, by FQN."""
-    attributes = {
-        f"{fqn}.{name}".lstrip("."): value
-        for fqn, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
-    }
-    return {**dict(model.named_buffers()), **attributes}
+    tensors = {fqn: value for fqn, _, value in _attributes_of(model) if isinstance(value, torch.Tensor)}
+    own = {fqn: tensor for fqn, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
+    return {**dict(model.named_buffers()), **own}
 
 
 def held_values(model: nn.Module) -> dict[str, Any]:
     """Returns the attributes of a model's modules that are Python values, not objects, by FQN."""
     return {
-        f"{fqn}.{name}".lstrip("."): value
-        for fqn, module in model.named_modules()
+        fqn: value
+        for fqn, module, value in _attributes_of(model)
         if not isinstance(module, nn.parallel.DistributedDataParallel)  # which keeps its own accounts
-        for name, value in vars(module).items()
-        if name not in _MODULE_STATE and (key_of(value).is_plain or isinstance(value, py_sym_types))
+        if key_of(value).is_plain or isinstance(value, py_sym_types)
     }
 
 
@@ -181,12 +176,17 @@ def _in_containers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yields what is computed and stands in lists, tuples and dicts that are attributes of modules, with the
     attribute's FQN.
     """
+    for fqn, _, value in _attributes_of(model):
+        if not isinstance(value, COMPUTED):
+            yield from ((fqn, leaf) for leaf in _leaves(value) if isinstance(leaf, COMPUTED))
+
+
+def _attributes_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Yields the attributes of a model's modules that not every module has, by FQN, with the module."""
     for fqn, module in model.named_modules():
         for name, value in vars(module).items():
-            if name not in ("_parameters", "_buffers", "_modules") and not isinstance(value, COMPUTED):
-                for leaf in _leaves(value):
-                    if isinstance(leaf, COMPUTED):
-                        yield f"{fqn}.{name}".lstrip("."), leaf
+            if name not in _MODULE_STATE:
+                yield f"{fqn}.{name}".lstrip("."), module, value
 
 
 def _leaves(value: Any) -> list[Any]:

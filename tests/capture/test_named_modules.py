@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphpasses.capture.named_modules import find_modules
+from graphpasses.capture.compiled_call import find_modules
 
 MODEL, OTHER = nn.Linear(1, 1), nn.ReLU()
 HELD = {"models": [MODEL]}

@@ -187,7 +187,7 @@ class AddInput(GraphPass):
         with graph.graph.inserting_after(value):
             total = graph.emit(torch.add, (value, extra), like=value)
         graph.set_output(0, total)
-        graph.checks.append(self.check)
+        graph.checks += (self.check,)
         return 1
 
     def check(self) -> None:

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from graphpasses.state.keys import are_alike, key_of
-from graphpasses.state.optimizer import is_number, numbers_of, with_numbers
-from graphpasses.state.optimizers import Optimizers
+from graphpasses.state.optimizers import Optimizers, is_number, numbers_of, with_numbers
 from graphpasses.state.slots import Asked, read
 
 

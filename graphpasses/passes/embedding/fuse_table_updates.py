@@ -262,7 +262,7 @@ class FuseTableUpdates(GraphPass):
         without = graph.copy().module
         fqns = [plan.fqn for plan in plans]
         _apply(graph, update, plans)
-        graph.update = update.without(fqns, without).with_fixed({plan.group for plan in plans})
+        graph.update = update.without(fqns, without, {plan.group for plan in plans})
         if isinstance(graph, CapturedStep):
             graph.written |= frozenset(fqns)
         return len(plans)

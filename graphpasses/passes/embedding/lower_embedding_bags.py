@@ -84,7 +84,7 @@ def _emit_lookup(graph: DynamoGraph, calls: Sequence[BagCall], outputs: Collecti
     for weight in weights:
         guard_identity(weight)  # for other tables than those in the arena it is another graph
     arena.check_inputs(graph, weights)
-    graph.checks.append(update.refresh)
+    graph.checks += (update.refresh,)
     is_current = WeakMethod(update.is_current)
     guard_condition(
         calls[0].weight,
@@ -93,10 +93,10 @@ def _emit_lookup(graph: DynamoGraph, calls: Sequence[BagCall], outputs: Collecti
     )
     if outputs:
         num_updates = graph.remembered.setdefault(arena, [0])
-        graph.backward_checks.append(one_backward_per_forward(name, outputs, num_updates))
+        graph.backward_checks += (one_backward_per_forward(name, outputs, num_updates),)
         if update.form.states:
             check = check_gradient_arrives(name, outputs, "counts a step")
-            graph.backward_checks.append(lambda: check)
+            graph.backward_checks += (lambda: check,)
     flat = graph.add_input(arena.flat, f"{name}.weights_host")
     bags, layout = _emit_bags(graph, calls), _layout(calls, arena, update)
     return emit_lookup(graph, layout, flat, bags, update, name=name, like=calls[0].node)
