@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from graphpasses._torch.fake_autograd import num_gradients
 from graphpasses.analysis.effects import has_gradient, nodes_in
 from graphpasses.errors import FidelityError
 from graphpasses.graph import DynamoGraph
@@ -68,7 +69,8 @@ def _check(graph: fx.Graph, inputs: Mapping[fx.Node, _Input], count: Callable[[f
 def _num_uses_in(call: fx.Node, value: fx.Node) -> int:
     if call.target in _CALLED:
         return sum(num_uses(inner) for inner, operand in _passed(call) if operand is value)
-    return nodes_in((call.args, call.kwargs)).count(value)
+    found = num_gradients(call, value)
+    return nodes_in((call.args, call.kwargs)).count(value) if found is None else found
 
 
 def _called(call: fx.Node) -> fx.Graph:

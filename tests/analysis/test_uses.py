@@ -25,6 +25,11 @@ def three_uses(x: Tensor, weight: Tensor) -> Tensor:
     return x
 
 
+def one_operator(x: Tensor, weight: Tensor) -> Tensor:
+    """Reads the weight in an operator that reads it several times."""
+    return x * nn.functional.cosine_similarity(x[:8], weight).sum()
+
+
 region = torch.compiler.nested_compile_region(three_uses)
 
 
@@ -64,9 +69,10 @@ NOT_REENTRANT: Call = partial(checkpoint, three_uses, use_reentrant=False)
     ("call", "num_calls", "is_used_outside", "advice"),
     [
         (REENTRANT, 1, True, "eager has one gradient .* use_reentrant=False"),
+        (partial(checkpoint, one_operator, use_reentrant=True), 1, True, "eager has one gradient"),
         (region, 3, True, "eager adds .*Leave nested_compile_region"),
     ],
-    ids=["reentrant", "region"],
+    ids=["reentrant", "one operator", "region"],
 )
 def test_added_otherwise(call: Call, num_calls: int, is_used_outside: bool, advice: str) -> None:
     with pytest.raises(
