@@ -102,7 +102,7 @@ class Calls(Memory):
         if is_drawn:
             key = ("drawn", key, self._random)
             self._random = self._table.source(("random state after", key))
-        elif has_hidden_state:
+        if has_hidden_state:
             key = ("hidden", key, self._hidden)
             self._hidden = self._table.source(("hidden state after", key))
         return key

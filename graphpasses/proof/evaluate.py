@@ -16,6 +16,7 @@ from graphpasses._torch.gloo import ALL_GATHER
 from graphpasses._torch.group_ranks import named_group
 from graphpasses._torch.schemas import draws, named_arguments, read_functionalized_call
 from graphpasses.analysis.effects import (
+    draws_random_numbers,
     has_hidden_state,
     is_check,
     is_elementwise_on_lists,
@@ -147,9 +148,10 @@ class Evaluation(Calls):
             counts[name] = counts.get(name, 0) + 1
             if counts[name] > 1:
                 name += f" ({counts[name]})"
-            done.outputs[name] = self._read(node) if isinstance(node, fx.Node) else None
             if isinstance(node, fx.Node):
-                done.nodes[name] = node
+                done.outputs[name], done.nodes[name] = self._read(node), node
+            else:
+                done.outputs[name] = None if node is None else self._table.other(("returned", freeze(node)))
         done.lies = self._lies(done.nodes, is_step=graph.stage is Stage.STEP)
         for (root, _), held in self._held.items():
             if root.op in ("placeholder", "get_attr"):
@@ -228,8 +230,8 @@ class Evaluation(Calls):
         key: Hashable = self._call(node.target, node.args, node.kwargs)
         if overlaps := self._overlaps(node, names_written(node)) if writes else ():
             key = (*key, "overlapping", overlaps)  # type: ignore[misc]
-        has_state = has_hidden_state(node) and not is_function(node.target)
-        key = self._after_others(draws(node), has_state, key)
+        has_state = has_hidden_state(node) and not draws(node) and not is_function(node.target)
+        key = self._after_others(draws_random_numbers(node), has_state, key)
         result = self.opaque(node, fake, key)
         if node.target == PACK and isinstance(result, Value):
             given = self._arguments(node)[0]
@@ -372,7 +374,8 @@ class Evaluation(Calls):
     @functools.cached_property
     def _draws_elsewhere(self) -> bool:
         """Whether another generator than the CPU's is drawn from; only what sets a state asks."""
-        return any(draws(node) and draws_elsewhere(node, self._facts[node]) for node in self._graph.graph.nodes)
+        drawing = (node for node in self._graph.graph.nodes if draws_random_numbers(node))
+        return any(draws_elsewhere(node, self._facts[node]) for node in drawing)
 
     def _random_state(self, node: fx.Node, fake: Any) -> Result:
         """Notes also a device's state as that of all generators: only the CPU's alone is known to be as before."""
