@@ -10,12 +10,15 @@ import pytest
 import torch
 from torch import fx, nn
 
+import graphpasses as gp
+from graphpasses._torch.schemas import SET_GRAD_ENABLED
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import ProofError
-from graphpasses.graph import CapturedStep, TrainGraph
+from graphpasses.graph import CapturedStep, Stage, TrainGraph
 from graphpasses.graph.train_graph import OutputKind
 from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
 from graphpasses.proof.prove import prove
+from tests.helpers.kept import Keep
 from tests.proof.code import Code, Make, Model, X, answer, capture_model
 
 aten = torch.ops.aten
@@ -127,6 +130,51 @@ def test_a_module(captured: CapturedStep) -> None:
         return write
 
     assert answer(captured, make(1.0), make(2.0)) == "not proved"
+
+
+class Noisy(nn.Module):
+    """Calls, twice alike, what Dynamo does not look into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(noisy(x) + noisy(x)))
+
+
+@torch.compiler.allow_in_graph
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.rand(x.shape)
+
+
+@pytest.fixture(scope="module")
+def dynamo() -> TrainGraph:
+    keep = Keep((Stage.DYNAMO,))
+    gp.compile(Noisy(), pipeline=Pipeline((keep,)), inner="aot_eager")(torch.ones(3, 4))
+    (graph,) = keep.graphs
+    return graph
+
+
+def test_equal_calls_of_a_function_that_nobody_knows(dynamo: TrainGraph) -> None:
+    other = dynamo.copy()
+    assert is_proved(dynamo, other)
+    one, two = other.graph.find_nodes(op="call_function", target=noisy)
+    other.replace(two, one)
+    assert not is_proved(dynamo, other)
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_copy_without_gradient(dynamo: TrainGraph, mode: bool) -> None:
+    other = dynamo.copy()
+    (relu,) = other.graph.find_nodes(op="call_function", target=torch.relu)
+    (value,) = relu.all_input_nodes
+    with other.graph.inserting_before(relu):
+        other.graph.call_function(SET_GRAD_ENABLED, (mode,)).meta["val"] = None
+        copy = other.emit(aten.clone.default, (value,), like=relu)
+        other.graph.call_function(SET_GRAD_ENABLED, (True,)).meta["val"] = None
+    relu.args = (copy,)
+    assert is_proved(dynamo, other) == mode
 
 
 # ---- memory and arguments -----------------------------------------------------------------------------------------
