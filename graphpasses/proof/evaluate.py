@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from graphpasses.graph import ALL_TO_ALL, WAIT, TrainGraph, argument
 from graphpasses.graph.nodes import (
     EXACT_REGION,
     METADATA_OPS,
+    attribute,
     collective_group,
     freeze,
     is_collective,
@@ -72,7 +73,7 @@ class Evaluation(Calls):
 
     ``given`` has the values of inputs that are known, by name; ``constants`` say what constants held before a pass
     could write them; ``before`` is what was evaluated before this, which goes on with its random numbers; ``sizes``
-    are those of both graphs.
+    are those of both graphs, ``outside`` the ids of tensors whose owner may write them.
     """
 
     def __init__(
@@ -84,8 +85,10 @@ class Evaluation(Calls):
         constants: Mapping[str, Hashable] | None = None,
         before: Evaluated | None = None,
         sizes: Sizes | None = None,
+        outside: Collection[int] = (),
     ) -> None:
         super().__init__(values, facts, sizes or Sizes(values))
+        self._outside = outside
         self._columns = self._sizes.columns
         self._graph = graph
         if before is not None:
@@ -194,6 +197,8 @@ class Evaluation(Calls):
             return self.opaque(node, fake, ("input", self._inputs[node])) if given is None else given
         if node.op == "get_attr":
             held = self._constants[str(node.target)]
+            if id(attribute(node)) in self._outside:
+                return self.opaque(node, fake, ("attribute", held, id(attribute(node))))
             if (integers := held_numbers(self._table, held)) is not None:
                 self._axioms.add("constants")
             return integers or self.opaque(node, fake, ("attribute", held))

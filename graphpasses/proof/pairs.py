@@ -13,6 +13,7 @@ from graphpasses._torch.schemas import changes_memory
 from graphpasses.analysis.effects import is_written
 from graphpasses.errors import ProofError
 from graphpasses.graph import DynamoGraph, Stage, TrainGraph
+from graphpasses.graph.nodes import attribute
 from graphpasses.proof.calls import GRADIENT
 from graphpasses.proof.core.facts import Facts
 from graphpasses.proof.core.values import Value
@@ -82,15 +83,24 @@ def evaluate_both(subject: str, before: TrainGraph, after: TrainGraph, captured:
     else:
         if captured is not None:
             facts = Facts(before.graph, Facts(captured.graph))
-        one = Evaluation(before, values, facts, constants=after.copied_constants, sizes=sizes).run()
+        both: Any = {"sizes": sizes, "outside": _from_outside(before)}
+        one = Evaluation(before, values, facts, constants=after.copied_constants, **both).run()
         sizes.begin_second()
-        pair = Pair(values, sizes, one, Evaluation(after, values, Facts(after.graph, facts), sizes=sizes).run())
+        pair = Pair(values, sizes, one, Evaluation(after, values, Facts(after.graph, facts), **both).run())
         _evaluate_updates(before, after, pair)
     known_reasons = {reason for _, reason in pair.one.broken}
     for node, reason in pair.two.broken:
         if reason not in known_reasons:
             raise ProofError(f"the bits of {subject} depend on chance: {reason}\n  {place_of(node)}")
     return pair
+
+
+def _from_outside(graph: TrainGraph) -> frozenset[int]:
+    """Returns the ids of the constants of a step that are no literals: it sees what their owner writes into them."""
+    nodes = graph.graph.find_nodes(op="get_attr") if graph.stage is Stage.STEP else ()
+    lift = torch.ops.aten.lift_fresh_copy.default
+    constants = (attribute(node) for node in nodes if any(user.target != lift for user in node.users))
+    return frozenset(id(each) for each in constants if isinstance(each, torch.Tensor))
 
 
 def _evaluate_updates(before: TrainGraph, after: TrainGraph, pair: Pair) -> None:

@@ -233,6 +233,19 @@ def test_sparse_tensors_that_nobody_writes(captured: CapturedStep) -> None:
     assert answer(captured, sparse_values(False), sparse_values(False)) == "proved"
 
 
+def test_a_tensor_from_outside_is_the_same_one(captured: CapturedStep) -> None:
+    """Its owner may write it between two steps; a literal is what it is."""
+    outside = torch.ones(8)
+    linear = nn.Linear(8, 8)
+    step = capture_train_step(lambda model, x: (model(x) * outside).sum(), linear, X, check=False)
+    for graph in (step, captured):
+        other = graph.copy()
+        constant, *_ = other.graph.find_nodes(op="get_attr")
+        assert is_proved(graph, other)
+        setattr(other.module, str(constant.target), getattr(other.module, str(constant.target)).clone())
+        assert is_proved(graph, other) == (graph is captured)
+
+
 # ---- what is returned ---------------------------------------------------------------------------------------------
 
 
