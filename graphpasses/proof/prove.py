@@ -42,7 +42,10 @@ AXIOMS = {
     ),
     "eager's place": eager_gradients.AXIOM,
     "eager's order": eager_gradients.TOPOLOGY_AXIOM,
-    "lists": "an operator on lists of tensors does with each element what it does with that alone",
+    "lists": (
+        "an operator on lists of tensors does with each element what it does with that alone, on an accelerator in "
+        "lists that the same kernels compute"
+    ),
 }
 
 
