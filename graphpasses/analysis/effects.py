@@ -211,8 +211,10 @@ def is_check(node: fx.Node) -> bool:
 
 def has_hidden_state(node: fx.Node) -> bool:
     """Whether an operator may depend on earlier calls by more than its inputs."""
-    is_atens = getattr(node.target, "namespace", "aten") == "aten"
-    return draws_random_numbers(node) or is_higher_order(node) or (not is_atens and writes_arguments(node.target))
+    namespace = getattr(node.target, "namespace", "aten")
+    writes = namespace != "aten" and writes_arguments(node.target)
+    counts = namespace not in ("aten", "graphpasses") and is_check(node)  # for all that is known of it
+    return draws_random_numbers(node) or is_higher_order(node) or writes or counts
 
 
 def is_unknown(node: fx.Node) -> bool:

@@ -52,6 +52,8 @@ def _why_no_rule(node: fx.Node, *, calls_methods: bool) -> str:
         return f"{node.name} is a {node.op}, into which no rule looks"
     if isinstance(value, (list, tuple)) and any(isinstance(each, (list, tuple)) for each in value):
         return f"{node.target} returns lists, into which no rule looks"
+    if getattr(node.target, "namespace", "") == "streams":
+        return f"{node.target} orders what runs beside each other, into which no rule looks"
     if changes_memory(node.target):
         return f"{node.target} gives a tensor other memory, into which no rule looks"
     if isinstance(value, torch.Tensor) and value.layout is not torch.strided and is_written(node):

@@ -132,6 +132,45 @@ def test_a_module(captured: CapturedStep) -> None:
     assert answer(captured, make(1.0), make(2.0)) == "not proved"
 
 
+@torch.library.custom_op("proof_tests::count", mutates_args=())
+def count(x: torch.Tensor) -> None:
+    """Counts its calls, for all that is known of it."""
+
+
+@count.register_fake
+def _(x: torch.Tensor) -> None:
+    return None
+
+
+def test_an_operator_that_returns_nothing_is_called_as_often(captured: CapturedStep) -> None:
+    def make(num_calls: int) -> Make:
+        def write(code: Code) -> fx.Node:
+            for _ in range(num_calls):
+                code.call(torch.ops.proof_tests.count.default, code.x)
+            return code.sum_default(code.x)
+
+        return write
+
+    assert answer(captured, make(2), make(2)) == "proved"
+    assert answer(captured, make(2), make(1)) == "not proved"
+
+
+def test_streams_that_wait_for_each_other(captured: CapturedStep) -> None:
+    from torch._dynamo.variables import streams  # noqa: F401  registers the operators
+
+    code = Code(captured)
+    with code.step.graph.inserting_before(code.step.graph.output_node()):
+        wait = code.step.graph.call_function(torch.ops.streams.wait_event.default, (0, 0))
+    wait.meta["val"] = None
+    step = code.finished(code.sum_default(code.x))
+    other = step.copy()
+    (wait,) = other.graph.find_nodes(op="call_function", target=torch.ops.streams.wait_event.default)
+    wait.next.append(wait)
+    ((name, reason),) = prove(step, other).unproved
+    assert name == "the graph"
+    assert reason.startswith("streams.wait_event.default orders what runs beside each other")
+
+
 class Noisy(nn.Module):
     """Calls, twice alike, what Dynamo does not look into."""
 
