@@ -255,17 +255,43 @@ def attention_backward(scale: float | None) -> Make:
     return make
 
 
+def copied(non_blocking: bool, *, is_in_place: bool) -> Make:
+    """From a GPU, the CPU would read what is not there yet."""
+
+    def make(code: Code) -> fx.Node:
+        x = code._to_copy_default(code.mul_Tensor(code.x, code.x), device=torch.device("meta"))
+        if not is_in_place:
+            return code._to_copy_default(x, device=torch.device("cpu"), non_blocking=non_blocking)
+        return code.copy__default(code.tanh_default(code.x), x, non_blocking)
+
+    return make
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
+        *((copied(False, is_in_place=each), copied(True, is_in_place=each)) for each in (True, False)),
         (sparse_values(False), sparse_values(True)),
         (put_elsewhere(False), put_elsewhere(True)),
         (attention_backward(None), attention_backward(1.0 / math.sqrt(8))),  # it is that of queries
     ],
-    ids=["values of a sparse tensor", "set_", "scale of attention's backward"],
+    ids=[
+        "a late copy, in place",
+        "a late copy",
+        "values of a sparse tensor",
+        "set_",
+        "scale of attention's backward",
+    ],
 )
 def test_never_proved(captured: CapturedStep, before: Make, after: Make) -> None:
     assert answer(captured, before, after) != "proved"
+
+
+def test_copies_that_are_as_they_were(captured: CapturedStep) -> None:
+    for is_in_place in (True, False):
+        for non_blocking in (True, False):
+            make = copied(non_blocking, is_in_place=is_in_place)
+            assert answer(captured, make, make) == "proved"
 
 
 def test_sparse_tensors_that_nobody_writes(captured: CapturedStep) -> None:
