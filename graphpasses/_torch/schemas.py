@@ -113,6 +113,13 @@ def out_of_place_view(target: Any) -> Any:
 
 
 @cache
+def changes_memory(target: Any) -> bool:
+    """Whether an operator gives its operand other memory, as ``set_`` and ``resize_`` do."""
+    changes = is_operator(target) and torch.Tag.inplace_view in target.tags
+    return changes and out_of_place_view(target) is None
+
+
+@cache
 def written_names(target: Any) -> frozenset[str]:
     """Returns the names of the arguments that an operator writes, also where its schema does not say so."""
     every = [(each.name, argument) for each in schemas(target) for argument in each.arguments]

@@ -26,6 +26,7 @@ from graphpasses._torch.schemas import (
     given_arguments,
     is_higher_order,
     is_operator,
+    is_seeded,
     is_tensor_subclass,
     random_names,
     returns_alias,
@@ -53,6 +54,9 @@ _WRITTEN_IF = (
     *itertools.product(("running_mean", "running_var"), ("training", "use_input_stats")),
     ("weight", "max_norm"),
 )
+
+# Whose functions do no more than their names say.
+_KNOWN_MODULES = ("torch", "_operator", "math", "builtins", "graphpasses")
 
 # Public functions that draw random numbers under another name than the operator that does.
 _RANDOM_FUNCTIONS = frozenset({"gumbel_softmax", "multi_head_attention_forward", "fractional_max_pool"})
@@ -102,7 +106,7 @@ def torch_call_effects(node: fx.Node) -> Effects:
         reads=tuple(node.all_input_nodes),
         writes=written_inputs(node),
         gradients=tuple(each for each in with_gradient if len(each.users) > 1),
-        has_hidden_state=_draws_random_numbers(node),
+        has_hidden_state=draws_random_numbers(node),
         changes_context=_changes_context(node),
         group=_torch_call_group(node),
     )
@@ -145,7 +149,7 @@ def is_elementwise_on_lists(target: Any) -> bool:
 
 def written_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     """Returns the inputs that a call may write in place."""
-    if is_higher_order(node):
+    if is_higher_order(node) or is_unknown(node):
         return () if node.target in _FUNCTIONALIZED else tuple(node.all_input_nodes)  # it does not say
     if schemas(node.target):
         if not (written := names_written(node)):
@@ -207,8 +211,16 @@ def is_check(node: fx.Node) -> bool:
 
 def has_hidden_state(node: fx.Node) -> bool:
     """Whether an operator may depend on earlier calls by more than its inputs."""
-    is_atens = getattr(node.target, "namespace", "aten") == "aten"
-    return draws(node) or is_higher_order(node) or (not is_atens and writes_arguments(node.target))
+    namespace = getattr(node.target, "namespace", "aten")
+    writes = namespace != "aten" and writes_arguments(node.target)
+    counts = namespace not in ("aten", "graphpasses") and is_check(node)  # for all that is known of it
+    return draws_random_numbers(node) or is_higher_order(node) or writes or counts
+
+
+def is_unknown(node: fx.Node) -> bool:
+    """Whether a call is of a function that is neither torch's nor Python's: it may write, draw, and keep a state."""
+    module = getattr(node.target, "__module__", None) or "torch"
+    return node.op == "call_function" and module.partition(".")[0] not in _KNOWN_MODULES
 
 
 def has_gradient(node: fx.Node) -> bool:
@@ -233,11 +245,14 @@ def reached_outputs(graph: fx.Graph) -> dict[fx.Node, frozenset[int]]:
     return {node: reached[node] for node in sorted(reached)}
 
 
-def _draws_random_numbers(node: fx.Node) -> bool:
-    if is_higher_order(node):
-        return any(map(_draws_random_numbers, _inner_nodes(node)))
+def draws_random_numbers(node: fx.Node) -> bool:
+    """Whether a call, or one inside of the graphs that it is given, may draw random numbers."""
     if is_operator(node.target):
         return draws(node)
+    if is_higher_order(node):
+        return any(map(is_seeded, node.args)) or any(map(draws_random_numbers, _inner_nodes(node)))
+    if is_unknown(node):
+        return True
     if node.op not in ("call_function", "call_method"):
         return False
     name = _name(node.target).rstrip("_")

@@ -245,7 +245,12 @@ def constant_bits(value: Any) -> Hashable:
     """Returns a key of what a constant holds: equal keys are equal bits, of a graph equal calls and constants."""
     if isinstance(value, fx.GraphModule):
         code = value.graph.python_code("self").src  # of what it calls: its own is as old as its last recompilation
-        return code, tuple(read_constants(value.graph).items())
+        called = {
+            id(node.target if node.op == "call_function" else attribute(node)): None
+            for node in value.graph.nodes
+            if node.op in ("call_function", "call_module")
+        }
+        return code, tuple(called), tuple(read_constants(value.graph).items())
     is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
     if not is_plain or is_fake(value) or value.is_meta or value.nbytes > _MAX_BYTES:
         return id(value), times_written(value)

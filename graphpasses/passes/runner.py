@@ -227,37 +227,43 @@ class Pipeline:
     def _prove(self, original: TrainGraph, graph: TrainGraph, rounded: Sequence[_Rounded]) -> Certificate:
         """Proves what is between passes that may round, and before and after them."""
         passes, certificates, launches = self.at(graph.stage).passes, [], {}
+        captured: TrainGraph | None = None
         for each in (*rounded, None):
             names = [p.name for p in passes]
             end = names.index(each.name) if each else len(names)
             after = each.given if each else graph
             if after is not None:
-                certificates.append(self._prove_part(original, after, passes[:end]))
+                certificates.append(self._prove_part(original, after, passes[:end], captured))
             if each:
                 history = f"pass {each.name!r}"
                 if after is not None:
                     launches[f"what {history} was given"] = certificates[-1].launches
                 launches[f"what {history} made"] = launches_of_rounding(history, after or original, each.made)
+                captured = captured or original
                 original, passes = each.made, passes[end + 1 :]
         return dataclasses.replace(joined(certificates), rounding=launches)
 
-    def _prove_part(self, original: TrainGraph, graph: TrainGraph, passes: Sequence[GraphPass]) -> Certificate:
+    def _prove_part(
+        self, original: TrainGraph, graph: TrainGraph, passes: Sequence[GraphPass], captured: TrainGraph | None
+    ) -> Certificate:
         layout = next((found for p in passes if (found := getattr(p, "expected_layout", None))), None)
         is_planned = any(getattr(p, "plan", None) is not None for p in passes)
         try:
-            return prove_as("the pipeline", original, graph, layout, is_planned=is_planned)
+            return prove_as("the pipeline", original, graph, layout, is_planned=is_planned, captured=captured)
         except ProofError:
-            self._blame(original, passes, is_planned=is_planned)
+            self._blame(original, passes, captured, is_planned=is_planned)
             raise
 
-    def _blame(self, original: TrainGraph, passes: Sequence[GraphPass], *, is_planned: bool) -> None:
+    def _blame(
+        self, original: TrainGraph, passes: Sequence[GraphPass], captured: TrainGraph | None, *, is_planned: bool
+    ) -> None:
         """Raises for the first pass after which the step cannot be proved, if it is one pass alone."""
         graph = original.copy()
         verifier = Verifier(graph)
         names = tuple(p.name for p in passes)
         for index, p in enumerate(passes):
             _run_pass(p, graph, verifier, names[:index], False)
-            prove_as(_history(p, names[:index]), original, graph, None, is_planned=is_planned)
+            prove_as(_history(p, names[:index]), original, graph, None, is_planned=is_planned, captured=captured)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from graphpasses.proof.core.operators import RULES, out_of_place
 from graphpasses.proof.core.values import Argument, Result, Value
 from graphpasses.proof.core.views import View
 from graphpasses.proof.evaluated import Check
+from graphpasses.proof.lists import are_computed_apart
 from graphpasses.proof.rows import AXIOM as ROWS
 from graphpasses.proof.rows import ROW_BY_ROW, Made, RowValues, by_row, row_shape
 from graphpasses.proof.sizes import Sizes
@@ -102,7 +103,7 @@ class Calls(Memory):
         if is_drawn:
             key = ("drawn", key, self._random)
             self._random = self._table.source(("random state after", key))
-        elif has_hidden_state:
+        if has_hidden_state:
             key = ("hidden", key, self._hidden)
             self._hidden = self._table.source(("hidden state after", key))
         return key
@@ -227,7 +228,9 @@ class Calls(Memory):
             for argument, value in given_arguments(node)
             if argument.name in written
         }
-        length = max(len(value) for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)))
+        lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
+        length = max(map(len, lists))
+        apart = ("one by one",) if are_computed_apart(self._table, node.target, lists) else ()
         for index in range(length):
 
             def element(value: Any, index: int = index) -> Any:
@@ -236,6 +239,7 @@ class Calls(Memory):
             key = self._key(
                 node.target, [*map(element, args)], {name: element(value) for name, value in kwargs.items()}
             )
+            key = (*key, *apart)
             if isinstance(fakes, (list, tuple)):
                 results.append(self.opaque(node, fakes[index], key))
             for name, tensors in targets.items():

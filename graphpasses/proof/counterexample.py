@@ -216,7 +216,7 @@ class _Run:
                 return done[2]
             case ["result", ["input", name], _, dtype, _, shape]:
                 return self._input((name, rank), dtype, math.prod(shape))
-            case ["result", ["attribute", bits], *_] if bits in self.constants:
+            case ["result", ["attribute", bits, *_], *_] if bits in self.constants:
                 return self.constants[bits].detach().cpu().reshape(-1)
             case ["result", ["size", int(number)], *_]:
                 return number

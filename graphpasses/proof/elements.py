@@ -108,14 +108,19 @@ _CAST_ARGUMENTS = {"dtype", "layout", "device", "pin_memory", "non_blocking", "m
     aten._to_copy.default,
 )
 def _to_copy(values: Values, result: Any, x: Value, **kwargs: Any) -> Result:
-    if x.pieces is None or kwargs.keys() - _CAST_ARGUMENTS:
+    if x.pieces is None or kwargs.keys() - _CAST_ARGUMENTS or _is_late(result, kwargs.get("non_blocking")):
         return None
     return cast(values, x, result.dtype)
 
 
+def _is_late(result: Any, non_blocking: Any) -> bool:
+    """Whether a copy to the CPU may be read before it is there, as one that an accelerator makes."""
+    return bool(non_blocking) and result.device.type == "cpu"
+
+
 @axiom("casts", AXIOMS["casts"], aten.copy.default)
 def _copy(values: Values, result: Any, _: Value, x: Value, non_blocking: bool = False) -> Result:
-    is_alike = x.pieces is not None and x.shape == tuple(result.shape)
+    is_alike = x.pieces is not None and x.shape == tuple(result.shape) and not _is_late(result, non_blocking)
     return cast(values, x, result.dtype) if is_alike else None
 
 

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from graphpasses._torch.gloo import ALL_GATHER
 from graphpasses._torch.group_ranks import named_group
 from graphpasses._torch.schemas import draws, named_arguments, read_functionalized_call
 from graphpasses.analysis.effects import (
+    draws_random_numbers,
     has_hidden_state,
     is_check,
     is_elementwise_on_lists,
@@ -26,6 +27,7 @@ from graphpasses.graph import ALL_TO_ALL, WAIT, TrainGraph, argument
 from graphpasses.graph.nodes import (
     EXACT_REGION,
     METADATA_OPS,
+    attribute,
     collective_group,
     freeze,
     is_collective,
@@ -71,7 +73,7 @@ class Evaluation(Calls):
 
     ``given`` has the values of inputs that are known, by name; ``constants`` say what constants held before a pass
     could write them; ``before`` is what was evaluated before this, which goes on with its random numbers; ``sizes``
-    are those of both graphs.
+    are those of both graphs, ``outside`` the ids of tensors whose owner may write them.
     """
 
     def __init__(
@@ -83,8 +85,10 @@ class Evaluation(Calls):
         constants: Mapping[str, Hashable] | None = None,
         before: Evaluated | None = None,
         sizes: Sizes | None = None,
+        outside: Collection[int] = (),
     ) -> None:
         super().__init__(values, facts, sizes or Sizes(values))
+        self._outside = outside
         self._columns = self._sizes.columns
         self._graph = graph
         if before is not None:
@@ -147,9 +151,10 @@ class Evaluation(Calls):
             counts[name] = counts.get(name, 0) + 1
             if counts[name] > 1:
                 name += f" ({counts[name]})"
-            done.outputs[name] = self._read(node) if isinstance(node, fx.Node) else None
             if isinstance(node, fx.Node):
-                done.nodes[name] = node
+                done.outputs[name], done.nodes[name] = self._read(node), node
+            else:
+                done.outputs[name] = None if node is None else self._table.other(("returned", freeze(node)))
         done.lies = self._lies(done.nodes, is_step=graph.stage is Stage.STEP)
         for (root, _), held in self._held.items():
             if root.op in ("placeholder", "get_attr"):
@@ -192,6 +197,8 @@ class Evaluation(Calls):
             return self.opaque(node, fake, ("input", self._inputs[node])) if given is None else given
         if node.op == "get_attr":
             held = self._constants[str(node.target)]
+            if id(attribute(node)) in self._outside:
+                return self.opaque(node, fake, ("attribute", held, id(attribute(node))))
             if (integers := held_numbers(self._table, held)) is not None:
                 self._axioms.add("constants")
             return integers or self.opaque(node, fake, ("attribute", held))
@@ -228,8 +235,8 @@ class Evaluation(Calls):
         key: Hashable = self._call(node.target, node.args, node.kwargs)
         if overlaps := self._overlaps(node, names_written(node)) if writes else ():
             key = (*key, "overlapping", overlaps)  # type: ignore[misc]
-        has_state = has_hidden_state(node) and not is_function(node.target)
-        key = self._after_others(draws(node), has_state, key)
+        has_state = has_hidden_state(node) and not draws(node) and not is_function(node.target)
+        key = self._after_others(draws_random_numbers(node), has_state, key)
         result = self.opaque(node, fake, key)
         if node.target == PACK and isinstance(result, Value):
             given = self._arguments(node)[0]
@@ -372,7 +379,8 @@ class Evaluation(Calls):
     @functools.cached_property
     def _draws_elsewhere(self) -> bool:
         """Whether another generator than the CPU's is drawn from; only what sets a state asks."""
-        return any(draws(node) and draws_elsewhere(node, self._facts[node]) for node in self._graph.graph.nodes)
+        drawing = (node for node in self._graph.graph.nodes if draws_random_numbers(node))
+        return any(draws_elsewhere(node, self._facts[node]) for node in drawing)
 
     def _random_state(self, node: fx.Node, fake: Any) -> Result:
         """Notes also a device's state as that of all generators: only the CPU's alone is known to be as before."""

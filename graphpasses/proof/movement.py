@@ -16,9 +16,9 @@ from graphpasses._torch.fake_mode import outside_tracing
 from graphpasses.graph import WAIT
 from graphpasses.ops.join_lookups import JOIN_FEATURES, SPLIT_FEATURES
 from graphpasses.proof.core.operators import AXIOMS, Rule, axiom
-from graphpasses.proof.core.values import Piece, Result, Value, Values
+from graphpasses.proof.core.values import Piece, Result, Value, Values, whole
 from graphpasses.proof.elements import constant, element, filled, repeated
-from graphpasses.proof.pieces import Geometry, concatenated, joined, viewed
+from graphpasses.proof.pieces import Geometry, concatenated, joined, merged, viewed
 from graphpasses.proof.terms import Term
 
 aten = torch.ops.aten
@@ -234,7 +234,8 @@ def gathered(values: Values, x: Value, num_ranks: int, group: str, shape: tuple[
     found: list[Piece] = []
     for piece in x.pieces:
         numel, read = values.numel(piece.source), tuple((size, read) for size, _, read in piece.dims if read)
-        is_whole = piece.offset == 0 and math.prod(size for size, _ in read) == numel
+        in_order = merged((size, step, step) for size, step in read)  # one run of elements, if it has each once
+        is_whole = piece.offset == 0 and in_order == whole(piece.source, numel)[0].dims
         part = () if is_whole else (piece.offset, read)
         source = values.source(Term("remote", (group, *part), None, (piece.source,)), numel * num_ranks)
         found.append(piece._replace(dims=((num_ranks, x.numel, numel), *piece.dims), source=source))

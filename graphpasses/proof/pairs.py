@@ -6,10 +6,14 @@ from dataclasses import dataclass, field
 from dataclasses import replace as replace_fields
 from typing import Any
 
+import torch
 from torch import fx
 
+from graphpasses._torch.schemas import changes_memory
+from graphpasses.analysis.effects import is_written
 from graphpasses.errors import ProofError
 from graphpasses.graph import DynamoGraph, Stage, TrainGraph
+from graphpasses.graph.nodes import attribute
 from graphpasses.proof.calls import GRADIENT
 from graphpasses.proof.core.facts import Facts
 from graphpasses.proof.core.values import Value
@@ -36,12 +40,29 @@ def why_not_evaluated(before: TrainGraph, after: TrainGraph) -> str:
     """Returns why no rule looks into two graphs; empty where some do."""
     if before.stage is not after.stage:
         return f"it is a {after.stage.value} graph, not a {before.stage.value} graph"
-    nested = (node.target for node in (*before.graph.nodes, *after.graph.nodes) if _returns_lists(node))
-    return next((f"{target} returns lists, into which no rule looks" for target in nested), "")
+    modules = [each.module for graph in (before, after) for each in (graph, graph.update) if each is not None]
+    nodes = (node for module in modules for node in module.graph.nodes)
+    reasons = (_why_no_rule(node, calls_methods=isinstance(before, DynamoGraph)) for node in nodes)
+    return next(filter(None, reasons), "")
 
 
-def evaluate_both(subject: str, before: TrainGraph, after: TrainGraph) -> Pair:
-    """Evaluates two graphs.
+def _why_no_rule(node: fx.Node, *, calls_methods: bool) -> str:
+    value = node.meta.get("val")
+    if node.op == "call_module" or (node.op == "call_method" and not calls_methods):
+        return f"{node.name} is a {node.op}, into which no rule looks"
+    if isinstance(value, (list, tuple)) and any(isinstance(each, (list, tuple)) for each in value):
+        return f"{node.target} returns lists, into which no rule looks"
+    if getattr(node.target, "namespace", "") == "streams":
+        return f"{node.target} orders what runs beside each other, into which no rule looks"
+    if changes_memory(node.target):
+        return f"{node.target} gives a tensor other memory, into which no rule looks"
+    if isinstance(value, torch.Tensor) and value.layout is not torch.strided and is_written(node):
+        return f"{node.name} is written, and has no strides: no rule looks into its memory"
+    return ""
+
+
+def evaluate_both(subject: str, before: TrainGraph, after: TrainGraph, captured: TrainGraph | None = None) -> Pair:
+    """Evaluates two graphs; ``captured`` is of what ``before`` was made, None if its own fake values are true.
 
     Raises:
         ProofError: the second reads other tensors than the first, says so of what goes by its place, or depends on
@@ -62,15 +83,26 @@ def evaluate_both(subject: str, before: TrainGraph, after: TrainGraph) -> Pair:
         sizes.begin_second()
         pair = Pair(values, sizes, one, TorchCalls(after, values, Facts(after.graph), sizes=sizes).run())
     else:
-        one = Evaluation(before, values, facts, constants=after.copied_constants, sizes=sizes).run()
+        if captured is not None:
+            facts = Facts(before.graph, Facts(captured.graph))
+        both: Any = {"sizes": sizes, "outside": _from_outside(before)}
+        one = Evaluation(before, values, facts, constants=after.copied_constants, **both).run()
         sizes.begin_second()
-        pair = Pair(values, sizes, one, Evaluation(after, values, Facts(after.graph, facts), sizes=sizes).run())
+        pair = Pair(values, sizes, one, Evaluation(after, values, Facts(after.graph, facts), **both).run())
         _evaluate_updates(before, after, pair)
     known_reasons = {reason for _, reason in pair.one.broken}
     for node, reason in pair.two.broken:
         if reason not in known_reasons:
             raise ProofError(f"the bits of {subject} depend on chance: {reason}\n  {place_of(node)}")
     return pair
+
+
+def _from_outside(graph: TrainGraph) -> frozenset[int]:
+    """Returns the ids of the constants of a step that are no literals: it sees what their owner writes into them."""
+    nodes = graph.graph.find_nodes(op="get_attr") if graph.stage is Stage.STEP else ()
+    lift = torch.ops.aten.lift_fresh_copy.default
+    constants = (attribute(node) for node in nodes if any(user.target != lift for user in node.users))
+    return frozenset(id(each) for each in constants if isinstance(each, torch.Tensor))
 
 
 def _evaluate_updates(before: TrainGraph, after: TrainGraph, pair: Pair) -> None:
@@ -84,11 +116,6 @@ def _evaluate_updates(before: TrainGraph, after: TrainGraph, pair: Pair) -> None
             then = Evaluation(update, pair.values, known, given, constants, done).run()
             pair.updated.update(then.written)
             done.go_on(then)
-
-
-def _returns_lists(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, (list, tuple)) and any(isinstance(each, (list, tuple)) for each in value)
 
 
 def _update_of(graph: TrainGraph, two: Evaluated) -> TrainGraph | None:

@@ -42,7 +42,10 @@ AXIOMS = {
     ),
     "eager's place": eager_gradients.AXIOM,
     "eager's order": eager_gradients.TOPOLOGY_AXIOM,
-    "lists": "an operator on lists of tensors does with each element what it does with that alone",
+    "lists": (
+        "an operator on lists of tensors does with each element what it does with that alone, on an accelerator in "
+        "lists that the same kernels compute"
+    ),
 }
 
 
@@ -94,8 +97,11 @@ def prove_as(
     *,
     is_planned: bool = False,
     topology: Topology | None = None,
+    captured: TrainGraph | None = None,
 ) -> Certificate:
     """Does what :func:`prove` does, in the name of a pass.
+
+    ``captured`` is the step of which passes have made ``before``, if it is another: its fake values are true.
 
     With ``is_planned`` a plan says how gradients are reduced, which may be otherwise than in ``before``; without a
     layout they then are not proved, as long as they are autograd's sums, reduced and scaled.
@@ -103,7 +109,7 @@ def prove_as(
     start = time.perf_counter()
     if reason := why_not_evaluated(before, after):
         return Certificate((), (("the graph", reason),), {}, (), time.perf_counter() - start)
-    pair = evaluate_both(subject, before, after)
+    pair = evaluate_both(subject, before, after, captured)
     values, one, two = pair.values, pair.one, pair.two
     proof = _Proof(subject, before, after, values, one, two, layout, topology, is_planned)
     proof.compare()
@@ -265,9 +271,11 @@ class _Proof:
 
     def _compare(self, name: str, one: Value | None, two: Value | None, *, is_known: bool) -> None:
         if one is two and not self._lost_another(name):
-            lies = self.two.lies.get(name, frozenset()) - self.one.lies.get(name, frozenset())
-            if lies:  # who writes memory of two would change both, and who reads it may round by its strides
+            before, after = (each.lies.get(name, frozenset()) for each in (self.one, self.two))
+            if lies := after - before:  # who writes memory of two changes both, who reads it may round by its strides
                 self.unproved.append((name, f"it lies in {some(sorted(lies), limit=3)}, as it did not"))
+            elif (lies := before - after) and not name.startswith(GRADIENT):
+                self.unproved.append((name, f"it no longer lies in {some(sorted(lies), limit=3)}"))
             else:
                 self.proved.append(name)
             return

@@ -66,7 +66,8 @@ def _signature(target: Any) -> tuple[_Arguments, int, bool, bool]:
     arguments = tuple((a.name, a.has_default_value(), a.default_value) for a in schema.arguments)
     namespace, _, name = schema.name.partition("::")
     is_aten = namespace == "aten"
-    has_scale = any(each.kwarg_only and each.name == "scale" for each in schema.arguments)
+    takes_query = schema.arguments[:1] and schema.arguments[0].name == "query"  # backward begins with a gradient
+    has_scale = takes_query and any(each.kwarg_only and each.name == "scale" for each in schema.arguments)
     counts = is_aten and _COUNT_DIMS.fullmatch(name.rstrip("_")) is not None
     places = sum(not each.kwarg_only for each in schema.arguments)
     return arguments, places, counts, is_aten and "scaled_dot_product" in name and has_scale

@@ -84,7 +84,8 @@ class TorchCalls(Evaluation):
             return None  # what follows says in which mode it runs
         mode = (self._modes[node], self._context)
         key: Any
-        if node.target == aten.clone.default and not node.kwargs:
+        is_copy = node.target == aten.clone.default and not node.kwargs
+        if is_copy and (self._modes[node] or not has_gradient(argument(node))):
             return self._read(argument(node))
         if node in self._lookups:  # it writes its tables in backward
             self._tables[node] = self._written_tables(node)

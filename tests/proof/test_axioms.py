@@ -66,7 +66,7 @@ CASES = {
     aten.full_like.default: [(X, 1)],
     aten.zero.default: [(X,)],
     aten.fill.Scalar: [(X, 1)],
-    aten.copy.default: [(X, Y), (X, Y, True)],
+    aten.copy.default: [(X, Y)],
     aten.new_zeros.default: [(X, [2, 3])],
     aten.new_ones.default: [(X, [2, 3])],
     aten.new_full.default: [(X, [2, 3], 1)],

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
 from graphpasses.analysis.effects import is_elementwise_on_lists
 from tests.helpers.models import same_bits
+from tests.proof.code import Code, Make, answer, capture_model
 
 aten = torch.ops.aten
 SHAPES = [(3, 5), (17,), (), (2, 1, 4), (0, 3)]
@@ -92,3 +94,27 @@ def test_an_operator_on_one_tensor_is_none() -> None:
 )
 def test_what_is_called_alike_and_is_another(operator: Any) -> None:
     assert not is_elementwise_on_lists(operator)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "is_right"),
+    [("cpu", torch.float64, True), ("meta", torch.float32, True), ("meta", torch.float64, False)],
+)
+def test_an_accelerator_has_other_kernels_for_lists_of_two_dtypes(
+    device: str, dtype: torch.dtype, is_right: bool
+) -> None:
+    """Then a norm is that of a tensor alone, which is added up in another order."""
+
+    def norms(are_together: bool) -> Make:
+        def make(code: Code) -> fx.Node:
+            one = code._to_copy_default(code.x, device=torch.device(device))
+            two = code._to_copy_default(one, dtype=dtype)
+            lists = [[one, two]] if are_together else [[one], [two]]
+            first, *_ = [code.call(aten._foreach_norm.Scalar, each, 2) for each in lists]
+            return code.item(first, 0)
+
+        return make
+
+    captured = capture_model()
+    assert answer(captured, norms(True), norms(True)) == "proved"
+    assert (answer(captured, norms(True), norms(False)) == "proved") == is_right

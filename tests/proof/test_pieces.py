@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from graphpasses.proof.core.values import Piece, whole
+import torch
+
+from graphpasses.proof.core.values import Piece, Values, whole
+from graphpasses.proof.movement import gathered
 from graphpasses.proof.pieces import joined, viewed
 
 
@@ -25,3 +28,17 @@ def test_transposed_tensor_is_cut_across_its_rows() -> None:
     assert viewed(turned, (6,), [((4,), (1,), 1)]) == [
         (Piece(0, (), 7, 3), Piece(1, ((2, 1, 3),), 7, 1), Piece(3, (), 7, 2)),
     ]
+
+
+def test_what_is_sent_is_whole_if_it_has_each_element_once() -> None:
+    values = Values()
+    source = values.source("x", 8)
+
+    def remote(*starts: int) -> object:
+        pieces = joined(Piece(4 * index, ((4, 1, 1),), source, start) for index, start in enumerate(starts))
+        sent = values.moved(torch.float32, (8,), pieces)
+        (piece,) = getattr(gathered(values, sent, 2, "group", (16,)), "pieces", ())
+        return values.key(piece.source).parameters
+
+    assert remote(0, 4) == ("group",)
+    assert remote(0, 1) == ("group", 0, ((2, 1), (4, 1)))

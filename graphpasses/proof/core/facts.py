@@ -62,7 +62,7 @@ class Facts:
             original = known.by_name.get(node.name) if known is not None else None
             self.values[node] = node.meta.get("val")
             if known is not None and original is not None and self._is_same(node, original, known):
-                self.origins[node] = known.origins.get(original, [])
+                self.values[node], self.origins[node] = known.values[original], known.origins.get(original, [])
             elif known is not None:
                 value = self.values[node] = self._computed(node)
                 if original is not None and value is original.meta.get("val") and _depends_on_data(value):
