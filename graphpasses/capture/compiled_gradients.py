@@ -91,15 +91,15 @@ class CompiledGradients:
     cast: str | None = None  # a call of the backward that the autocast around forward casts if both are in its block
 
     @classmethod
-    def of(cls, graph: DynamoGraph, *, keeps_bits: bool) -> Self:
-        """Reads them from a graph that Dynamo traced."""
+    def of(cls, graph: DynamoGraph, *, keeps_bits: bool, reduced: bool) -> Self:
+        """Reads them from a graph that Dynamo traced; ``reduced`` is whether its model reduces gradients in hooks."""
         reached, nodes, triggers = reached_outputs(graph.graph), graph.placeholders, find_triggers(graph.graph)
         return cls(
             tuple(item.fqn for item in graph.inputs),
             tuple(reached.get(node, frozenset()) for node in nodes),
             tuple(index for index, node in enumerate(nodes) if node in triggers),
             keeps_bits,
-            UsesApart(graph),
+            UsesApart(graph, reduced=reduced),
         )
 
     def read(self, joint: fx.Graph) -> None:

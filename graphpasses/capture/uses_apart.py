@@ -21,23 +21,22 @@ from graphpasses.ops.autograd_functions import use_apart
 class UsesApart:
     """The inputs of a compiled graph of which backward returns the gradient of each use, too.
 
-    The graph adds the gradients of all uses in it, and eager adds each to what other graphs' uses have given. Only of
-    inputs that others may use, and which neither are parameters nor come out of the graph again.
+    The graph adds the gradients of all uses in it, and eager adds each to what other graphs' uses, and those that
+    are not compiled, have given. Not of inputs of which a view comes out of the graph, nor of ``reduced`` parameters.
     """
 
-    def __init__(self, graph: DynamoGraph) -> None:
+    def __init__(self, graph: DynamoGraph, *, reduced: bool) -> None:
         values = [each for each in graph.graph.output_node().args[0] if isinstance(each, fx.Node)]  # type: ignore[union-attr]
         returned = Counter(memory for each in values for memory in storages(each))
         # AOTAutograd makes views of its inputs that a graph returns outside of the joint graph.
         self._num_views = [sum(returned[memory] for memory in storages(node)) for node in graph.placeholders]
+        kinds = {InputKind.VALUE} if reduced else {InputKind.VALUE, InputKind.PARAMETER}
         self._open = {
-            index
-            for index, item in enumerate(graph.inputs)
-            if item.kind is InputKind.VALUE and not self._num_views[index]
+            index for index, item in enumerate(graph.inputs) if item.kind in kinds and not self._num_views[index]
         }
         self.num_uses: dict[int, int] = {}
         self._places: dict[int, slice] = {}  # of each input's gradients, in what the backward graph returns
-        self._num_outputs = 0
+        self._num_outputs: int | None = None  # of the backward graph, once there is one
         self._returned = threading.local()
 
     def read(self, joint: fx.Graph) -> list[int]:
@@ -88,6 +87,8 @@ class UsesApart:
         taken: dict[int, list[Tensor | None]] = {}
         values = list(inputs)
         for index, num_uses in self.num_uses.items():
+            if self._num_outputs is not None and index not in self._places:
+                continue  # a pass made of the sum another
             if values[index].requires_grad and torch.is_grad_enabled():
                 taken[index] = []
                 values[index] = use_apart(values[index], num_uses, taken[index])

@@ -81,29 +81,33 @@ def test_what_the_loss_does_not_depend_on_has_no_gradient(has_break: bool) -> No
     assert not same(gradients(model, torch.compile(model, backend="aot_eager"), one_output), theirs)
 
 
-def test_calls_whose_gradients_eager_adds_otherwise_are_refused() -> None:
-    assert same(compiled(two_calls), eager(two_calls))
-    with pytest.raises(FidelityError, match=r"all uses of 'body.weight' one by one"):
-        compiled(two_calls, num_uses=2)
-    model = Net(num_uses=2)
+@pytest.mark.parametrize("num_uses", [1, 2])
+def test_uses_in_several_calls_are_added_one_by_one(num_uses: int) -> None:
+    theirs = eager(two_calls, num_uses=num_uses)
+    assert same(compiled(two_calls, num_uses=num_uses), theirs)
+    model = Net(num_uses=num_uses)
     function = graphpasses.compile(lambda x: two_calls(model, x), inner="aot_eager")
-    theirs = eager(two_calls, num_uses=2)
     assert same(gradients(model, None, lambda _, x: function(x)), theirs)
-    model = Net(num_uses=2)
+    model = Net(num_uses=num_uses)
     assert not same(gradients(model, torch.compile(model, backend="aot_eager"), two_calls), theirs)
 
 
-def test_uses_outside_of_what_is_compiled() -> None:
-    def regularised(call: Any, x: Tensor) -> Tensor:
-        weight = getattr(call, "_orig_mod", call).body.weight
-        return one_output(call, x) + weight.square().sum()
+def regularised(call: Any, x: Tensor) -> Tensor:
+    weight = getattr(call, "_orig_mod", call).body.weight
+    return one_output(call, x) + weight.square().sum()
 
-    assert same(compiled(regularised), eager(regularised))
-    with pytest.raises(FidelityError, match=r"all uses of 'body.weight' one by one"):
-        compiled(regularised, num_uses=2)
-    model = Net(num_uses=2)
-    model.body.weight.register_hook(torch.neg)  # what is added cannot be told then
-    assert gradients(model, graphpasses.compile(model, inner="aot_eager"), one_output)
+
+@pytest.mark.parametrize("num_uses", [1, 2])
+def test_uses_outside_of_what_is_compiled(num_uses: int) -> None:
+    assert same(compiled(regularised, num_uses=num_uses), eager(regularised, num_uses=num_uses))
+
+
+def test_hooks_get_the_sum_of_all_uses() -> None:
+    def hooked(call: Any, x: Tensor) -> Tensor:
+        getattr(call, "_orig_mod", call).body.weight.register_hook(torch.neg)
+        return regularised(call, x)
+
+    assert same(compiled(hooked, num_uses=2), eager(hooked, num_uses=2))
 
 
 Uses = Callable[[Tensor], tuple[Tensor, ...]]
