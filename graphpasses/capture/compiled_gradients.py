@@ -26,7 +26,7 @@ from graphpasses.graph import DynamoGraph
 from graphpasses.graph.accumulation import shared_values
 from graphpasses.graph.nodes import fake_value, storages
 from graphpasses.identity import same_bits
-from graphpasses.ops.autograd_functions import alias_tensors, token_of
+from graphpasses.ops.autograd_functions import alias_tensors, behind_uses, token_of
 
 
 def find_views_returned(graph: DynamoGraph) -> str | None:
@@ -119,7 +119,7 @@ class CompiledGradients:
             node.register_prehook(partial(_check_tables_reached, triggers))
         places = {each.output_nr: i for i, each in enumerate(outputs) if getattr(each, "grad_fn", None) is node}
         tensors = [index for index, value in enumerate(inputs) if isinstance(value, Tensor)]
-        several = {index for index, count in enumerate(self.num_uses) if count > 1} - (taken or {}).keys()
+        several = {index for index, count in enumerate(self.num_uses) if count > 1}
         watched = {index for index in several if not changes_gradient(inputs[index])}
         node.register_hook(partial(self._after, ref(node), places, tensors, several, watched, taken or {}))
         token = token_of(*(inputs[index] for index in tensors if inputs[index].requires_grad))
@@ -136,6 +136,7 @@ class CompiledGradients:
         gradients: Sequence[Tensor | None],
         given: Sequence[Tensor | None],
     ) -> tuple[Tensor | None, ...] | None:
+        apart = self.uses.take(taken)
         if len(gradients) != len(tensors):  # one that was given twice, or views of one
             return None
         arrived = {places.get(number) for number, gradient in enumerate(given) if gradient is not None}
@@ -145,8 +146,6 @@ class CompiledGradients:
         ]
         if not self.keeps_bits:
             return tuple(kept)
-        if not self.uses.take(taken):
-            raise FidelityError(_SEVERAL.format(self.names[next(index for index in taken if not taken[index])]))
         if self.cast and autocasts_around():
             raise FidelityError(
                 f"backward runs under autocast, which in eager casts what {self.cast} is given, and nothing in a "
@@ -154,8 +153,10 @@ class CompiledGradients:
             )
         added, edges = added_in_this_backward(), node().next_functions  # type: ignore[union-attr]
         for index, edge, gradient in zip(tensors, edges, kept, strict=True):
-            if gradient is None or index in taken:
+            if gradient is None or index in apart:
                 continue
+            if index in taken:  # a pass made another sum
+                edge = behind_uses(edge)
             if edge in added and index in several:
                 raise FidelityError(_SEVERAL.format(self.names[index]))
             if index in watched:

@@ -94,12 +94,13 @@ class UsesApart:
                 values[index] = use_apart(values[index], num_uses, taken[index])
         return values, taken
 
-    def take(self, taken: dict[int, list[Tensor | None]]) -> bool:
-        """Puts the gradients of uses where autograd takes them; returns whether all are there."""
+    def take(self, taken: dict[int, list[Tensor | None]]) -> set[int]:
+        """Puts the gradients of uses where autograd takes them; returns of which inputs there are any."""
         results = self._returned.__dict__.pop("results", ())
-        for index, gradients in taken.items():
-            gradients[:] = results[self._places[index]] if index in self._places else ()
-        return all(taken.values())
+        found = taken.keys() & self._places.keys()
+        for index in found:
+            taken[index][:] = results[self._places[index]]
+        return found
 
 
 def _summands(value: fx.Node) -> list[fx.Node]:

@@ -43,19 +43,26 @@ class _Together(torch.autograd.Function):
         return uses[0].detach()
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        gradients, ctx.taken[:] = [*ctx.taken], ()
-        return None, *(gradients[::-1] or [None] * ctx.num_uses)
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        gradients = [gradient] if gradient is None or not ctx.taken else [*ctx.taken]
+        ctx.taken.clear()
+        return None, *[None] * (ctx.num_uses - len(gradients)), *gradients[::-1]
 
 
 def use_apart(tensor: Tensor, num_uses: int, taken: list[Tensor | None]) -> Tensor:
     """Returns an alias whose gradients go to ``tensor`` one by one, as those of so many uses, the last use's first.
 
-    They are what ``taken`` has in this order when backward comes to the alias, and none if it is empty.
+    They are what ``taken`` has in this order when backward comes to the alias; if it is empty, what backward brings.
     """
     uses = [alias_tensors(tensor)[0] for _ in range(num_uses)]
     together: Tensor = _Together.apply(taken, *uses)  # type: ignore[no-untyped-call]
     return together
+
+
+def behind_uses(edge: tuple[Any, int]) -> tuple[Any, int]:
+    """Returns the place in autograd of a tensor, from that of what :func:`use_apart` made of it."""
+    behind: tuple[Any, int] = edge[0].next_functions[0][0].next_functions[0]
+    return behind
 
 
 class _Token(torch.autograd.Function):

@@ -102,6 +102,25 @@ def test_uses_outside_of_what_is_compiled(num_uses: int) -> None:
     assert same(compiled(regularised, num_uses=num_uses), eager(regularised, num_uses=num_uses))
 
 
+def test_what_the_loss_does_not_reach_has_no_gradient_of_several_uses() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.one(x), self.other(self.other(x).sin())
+
+    def loss(call: Any, x: Tensor) -> Tensor:
+        return call(x)[0].square().mean()
+
+    model, theirs = Two(), Two()
+    ours = gradients(model, graphpasses.compile(model, inner="aot_eager"), loss)
+    assert ours["other.weight"] is None
+    assert same(ours, gradients(theirs, theirs, loss))
+
+
 def test_hooks_get_the_sum_of_all_uses() -> None:
     def hooked(call: Any, x: Tensor) -> Tensor:
         getattr(call, "_orig_mod", call).body.weight.register_hook(torch.neg)
