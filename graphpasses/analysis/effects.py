@@ -214,7 +214,7 @@ def has_hidden_state(node: fx.Node) -> bool:
     namespace = getattr(node.target, "namespace", "aten")
     writes = namespace != "aten" and writes_arguments(node.target)
     counts = namespace not in ("aten", "graphpasses") and is_check(node)  # for all that is known of it
-    return draws_random_numbers(node) or is_higher_order(node) or writes or counts
+    return is_higher_order(node) or draws_random_numbers(node) or writes or counts
 
 
 def is_unknown(node: fx.Node) -> bool:
