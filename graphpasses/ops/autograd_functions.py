@@ -54,7 +54,7 @@ def use_apart(tensor: Tensor, num_uses: int, taken: list[Tensor | None]) -> Tens
 
     They are what ``taken`` has in this order when backward comes to the alias; if it is empty, what backward brings.
     """
-    uses = [alias_tensors(tensor)[0] for _ in range(num_uses)]
+    uses = [torch.ops.aten.alias.default(tensor) for _ in range(num_uses)]
     together: Tensor = _Together.apply(taken, *uses)  # type: ignore[no-untyped-call]
     return together
 
