@@ -106,10 +106,8 @@ class CompiledGradients:
         """Reads from a joint graph how many gradients eager adds for each input."""
         self.num_uses = self.uses.read(joint)
 
-    def follow(
-        self, outputs: Sequence[Any], inputs: Sequence[Any], taken: dict[int, list[Tensor | None]] | None = None
-    ) -> None:
-        """Lets the backward of a call give no gradient that eager does not give.
+    def follow(self, outputs: Sequence[Any], inputs: Sequence[Any], taken: dict[int, list[Tensor | None]]) -> None:
+        """Lets the backward of a call give no gradient that eager does not give; ``UsesApart.use`` made ``taken``.
 
         Where the loss does not depend on an output, AOTAutograd gives zeros to what that output alone comes from.
         """
@@ -121,7 +119,7 @@ class CompiledGradients:
         tensors = [index for index, value in enumerate(inputs) if isinstance(value, Tensor)]
         several = {index for index, count in enumerate(self.num_uses) if count > 1}
         watched = {index for index in several if not changes_gradient(inputs[index])}
-        node.register_hook(partial(self._after, ref(node), places, tensors, several, watched, taken or {}))
+        node.register_hook(partial(self._after, ref(node), places, tensors, several, watched, taken))
         token = token_of(*(inputs[index] for index in tensors if inputs[index].requires_grad))
         node.register_hook(partial(_refuse_derivative, token))
 

@@ -169,10 +169,8 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
         ref(model), rewritten.parameters, rewritten.identity, rewritten.inputs, remembered, captured.place
     )
 
-    gradients, around = (
-        CompiledGradients.of(rewritten, keeps_bits=keeps_bits, reduced=of.reduces_gradients),
-        autocasts_around(),
-    )
+    gradients = CompiledGradients.of(rewritten, keeps_bits=keeps_bits, reduced=of.reduces_gradients)
+    around = autocasts_around()
     if keeps_bits and (views := find_views_returned(rewritten)) is not None:
         report.warn(views)
 

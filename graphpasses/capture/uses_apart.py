@@ -56,18 +56,25 @@ class UsesApart:
         return counts
 
     def return_apart(self, backward: fx.Graph) -> None:
-        """Lets a backward graph return the gradients of uses after its own outputs."""
+        """Lets a backward graph return the gradients of uses after its outputs, the first in place of their sum."""
         output = backward.output_node()
         values: list[Any] = [*output.args[0]]  # type: ignore[misc]
         self._num_outputs = len(values)
-        for value, desc in zip([*values], output.meta.get("desc", ()), strict=False):
+        sums: list[fx.Node] = []
+        for place, (value, desc) in enumerate(zip([*values], output.meta.get("desc", ()), strict=False)):
             index, _, _ = describe_output(desc)
             if index in self.num_uses and isinstance(value, fx.Node):
                 summands = _summands(value)
                 if len(summands) == self.num_uses[index]:
                     self._places[index] = slice(len(values), len(values) + len(summands))
                     values += summands
+                    values[place] = summands[0]
+                    sums.append(value)
         output.args = (values,)
+        for value in dict.fromkeys(sums):
+            while adds_gradients(value) and not value.users:
+                value, unused = value.all_input_nodes[0], value
+                backward.erase_node(unused)
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any], compile_graph: Compile) -> Compiled:
         """Compiles a backward graph; of what it returns these gradients are left for the call's hook to take."""
