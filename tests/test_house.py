@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -26,3 +27,30 @@ def test_docstring_examples_run() -> None:
         if re.search(r"doctest:.*\+SKIP", path.read_text(encoding="utf-8"))
     }
     assert skipped == set()
+
+
+def test_every_tensor_that_is_made_names_its_device() -> None:
+    # Or torch.set_default_device would move what graphpasses computes for itself.
+    makers = {
+        "arange",
+        "empty",
+        "eye",
+        "full",
+        "linspace",
+        "ones",
+        "rand",
+        "randint",
+        "randn",
+        "randperm",
+        "tensor",
+        "zeros",
+    }
+    silent = [
+        f"{path.relative_to(ROOT)}:{call.lineno}"
+        for path in (ROOT / "graphpasses").rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in makers
+        if isinstance(call.func.value, ast.Name) and call.func.value.id == "torch"
+        if not {"device", None} & {keyword.arg for keyword in call.keywords}
+    ]
+    assert silent == []

@@ -22,6 +22,7 @@ from experiments.gpu.result import SkippedError
 from graphpasses.errors import GraphPassesError
 from graphpasses.simulate import Topology, configure, run_cluster, topology_from_log
 from graphpasses.simulate.rings import rings
+from graphpasses.simulate.trees import trees
 
 __all__ = ["nccl_on_one_device"]
 
@@ -72,7 +73,7 @@ def _judge(device: str, num_local: int, folder: Path, launched: Future[None]) ->
         last, backwards = _NUM_RANKS - 1, tuple(ring[::-1] for ring in rings(topology))
         mirrored = tuple(
             tuple(tuple(last - child for child in children) for children in tree[::-1])
-            for tree in topology.explicit_trees
+            for tree in (trees(topology) if topology.num_nodes == 1 else topology.explicit_trees)
         )
         turned = replace(topology, mode="explicit", explicit_rings=backwards, explicit_trees=mirrored)
         control = run_cluster(reduce_all, turned, "cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import tempfile
 import time
@@ -110,6 +111,7 @@ def record(path: Path, device: str, num_steps: int, start: Callable[[nn.Module, 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     gradients = start(model, data[0])
     if device == "cuda":
+        gc.collect()  # the model of the run before is in a cycle
         torch.cuda.reset_peak_memory_stats()
     seconds = []
     with gp.ParityRecorder(path, run=path.stem) as recorder:

@@ -49,7 +49,7 @@ def _offload_to_cpu_from_cpu() -> None:
 
     @offload_ops.offload.register_kernel("cpu")
     def offload(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
 
     @offload_ops.reload.register_kernel("cpu")
     def reload(

@@ -43,7 +43,7 @@ def local_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]] | N
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     for dim in {p.dim for p in placements if isinstance(p, _StridedShard)}:
-        indices = torch.arange(tensor.shape[dim])
+        indices = torch.arange(tensor.shape[dim], device="cpu")
         for mesh_dim, placement in enumerate(placements):
             if is_sharded(placement) and placement.dim == dim:
                 # _split_tensor: torch's own rule of who gets which index, applied to the indices themselves.

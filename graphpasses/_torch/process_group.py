@@ -114,7 +114,11 @@ class PythonProcessGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> Work:
         """Waits until every rank is here."""
-        self.exchange("barrier", self._to_all(torch.zeros(1)), {rank: torch.zeros(1) for rank in range(self.size())})
+        self.exchange(
+            "barrier",
+            self._to_all(torch.zeros(1, device="cpu")),
+            {rank: torch.zeros(1, device="cpu") for rank in range(self.size())},
+        )
         return finished_work([])
 
     def _to_all(self, tensor: Tensor) -> dict[int, Tensor]:

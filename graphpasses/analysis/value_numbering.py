@@ -86,10 +86,10 @@ class SizeNumbering:
             return None
         if node.target == aten.scalar_tensor.default:
             number = node.args[0]
-            return torch.tensor(self._id(number)) if isinstance(number, (int, fx.Node)) else None
+            return torch.tensor(self._id(number), device="cpu") if isinstance(number, (int, fx.Node)) else None
         if node.target == SIZE_TENSOR:
             sizes: Sequence[Size] = node.args[0]  # type: ignore[assignment]
-            return torch.tensor([self._id(size) for size in sizes])
+            return torch.tensor([self._id(size) for size in sizes], device="cpu")
         if node.target == ALL_TO_ALL:
             return self._received(node)
         if node.target == WAIT:
@@ -105,7 +105,9 @@ class SizeNumbering:
         is_read = isinstance(value, Tensor) and value.dtype in _INTEGERS and value.device.type == "cpu"
         if not is_read or value.numel() > _MAX_NUMBERS:
             return None
-        return torch.tensor([self._id(number) for number in value.reshape(-1).tolist()]).view(value.shape)
+        return torch.tensor([self._id(number) for number in value.reshape(-1).tolist()], device="cpu").view(
+            value.shape
+        )
 
     def _received(self, launch: fx.Node) -> Tensor | None:
         splits: Any = launch.args[1]
@@ -114,6 +116,7 @@ class SizeNumbering:
         return torch.tensor(
             [self._id(Received(launch, rank, index)) for rank, size in enumerate(splits) for index in range(size)],
             dtype=torch.int64,
+            device="cpu",
         )
 
     def _id(self, number: Size | Received) -> int:

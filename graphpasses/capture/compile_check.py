@@ -59,7 +59,7 @@ def check_compiled(loss_fn: Callable[..., Any], model: nn.Module, *batch: Any) -
     whole = uncompiled_module(model)
     _refuse(whole)
     groups = [dist.group.WORLD.group_name] if dist.group.WORLD is not None else []
-    consensus = RankConsensus(groups, next(whole.parameters(), torch.empty(0)).device)
+    consensus = RankConsensus(groups, next(whole.parameters(), torch.empty(0, device="cpu")).device)
     another = FidelityError("on another rank, the compiled model differs from eager; its message says where")
     agreed = partial(consensus.raised_together, another)
 

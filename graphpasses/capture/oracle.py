@@ -199,7 +199,7 @@ def run_step(model: nn.Module, run: Callable[[], Any]) -> Results:
 
 def _text_of(value: Any) -> torch.Tensor:
     """Returns the text of a Python value, which tells it apart, as a tensor."""
-    return torch.tensor([*str(key_of(value)).encode()], dtype=torch.uint8)
+    return torch.tensor([*str(key_of(value)).encode()], dtype=torch.uint8, device="cpu")
 
 
 def is_comparable(model: nn.Module) -> bool:

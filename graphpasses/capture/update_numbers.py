@@ -39,7 +39,7 @@ class TracedNumbers:
                 self._marks[number] = mark = _Mark(math.ldexp(1.0, -900 - len(self._marks)))
                 mark.number, mark.value, mark.decided = number, value, self._decided.append
             else:
-                self._tensors[number] = torch.tensor(0.0, dtype=torch.float64)
+                self._tensors[number] = torch.tensor(0.0, dtype=torch.float64, device="cpu")
 
     @property
     def tensors(self) -> list[torch.Tensor]:

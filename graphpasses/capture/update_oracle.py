@@ -101,7 +101,7 @@ def _random(source: UpdateSource, fqns: Iterable[str]) -> _Tensors:
         gradients[fqn] = like(source.parameters[fqn].detach())
         local = local_part(gradients[fqn])
         generator = torch.Generator().manual_seed(places[fqn])
-        local.copy_(torch.randn(local.shape, generator=generator))
+        local.copy_(torch.randn(local.shape, generator=generator, device="cpu"))
     return gradients
 
 

@@ -56,15 +56,15 @@ def emit_lookup(
     like: fx.Node,
 ) -> fx.Node:
     """Emits a lookup whose backward updates the tables, which ``weights`` holds; returns [B, total_D]."""
-    trigger = graph.add_input(torch.empty(0, requires_grad=True), f"{name}.trigger")
+    trigger = graph.add_input(torch.empty(0, requires_grad=True, device="cpu"), f"{name}.trigger")
     states = [weights]
     if update.arenas:
         states.append(graph.add_input(update.arenas["sum"].flat, f"{name}.sum"))
         arena = update.arenas["step"]
         steps = graph.add_input(arena.flat, f"{name}.step")
-        places = graph.add_input(torch.tensor(arena.offsets), f"{name}.step_offsets")
+        places = graph.add_input(torch.tensor(arena.offsets, device="cpu"), f"{name}.step_offsets")
         trigger = graph.emit(count_steps, (trigger, steps, places), like=like)
-    no_cache = graph.add_input(torch.empty(0, dtype=torch.int32), f"{name}.cache_locations")
+    no_cache = graph.add_input(torch.empty(0, dtype=torch.int32, device="cpu"), f"{name}.cache_locations")
     # The lists as FBGEMM 1.8.0's `lookup_sgd.py` and its siblings fill them.
     arguments = {
         "placeholder_autograd_tensor": trigger,

@@ -96,7 +96,7 @@ class FusedUpdate:
             name: Arena.of(tensors, [f"optimizer state {name!r} of {fqn}" for fqn in tables])
             for name, tensors in states.items()
         }
-        return cls(form, tables, torch.tensor(0.0), states, arenas)
+        return cls(form, tables, torch.tensor(0.0, device="cpu"), states, arenas)
 
     def is_current(self) -> bool:
         """Whether the optimizers still are one update; with another option, rate or hook they may not be."""

@@ -75,17 +75,17 @@ def _states(call: LookupCall, layout: TableLayout, generator: torch.Generator) -
     sizes = (num_elements, num_elements if call.optimizer == "adagrad" else layout.num_rows)
     live = call.state_tensors
     return [
-        torch.rand(size, generator=generator).to(each.device, each.dtype)
+        torch.rand(size, generator=generator, device="cpu").to(each.device, each.dtype)
         for size, each in zip(sizes, live, strict=False)
     ]
 
 
 def _bags(call: LookupCall, generator: torch.Generator) -> dict[str, Any]:
     num_bags = call.num_features * _NUM_SAMPLES
-    lengths = torch.randint(0, _MAX_LENGTH + 1, (num_bags,), generator=generator)
-    ids = torch.randint(0, _NUM_ROWS, (int(lengths.sum()),), generator=generator)
+    lengths = torch.randint(0, _MAX_LENGTH + 1, (num_bags,), generator=generator, device="cpu")
+    ids = torch.randint(0, _NUM_ROWS, (int(lengths.sum()),), generator=generator, device="cpu")
     is_weighted = call.arguments["indice_weights"] is not None
-    weights = torch.rand(ids.numel(), generator=generator).to(call.device) if is_weighted else None
+    weights = torch.rand(ids.numel(), generator=generator, device="cpu").to(call.device) if is_weighted else None
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     return {"indices": ids.to(call.device), "offsets": offsets.to(call.device), "indice_weights": weights}
 

@@ -58,7 +58,7 @@ class TableLayout:
 
     def d_offsets(self) -> Tensor:
         """Returns where in the output each feature begins, and the end; int32 [features + 1]."""
-        return torch.tensor([0, *accumulate(self.dims)], dtype=torch.int32)
+        return torch.tensor([0, *accumulate(self.dims)], dtype=torch.int32, device="cpu")
 
     def info_b(self) -> tuple[int, int]:
         """Returns FBGEMM's ``info_B_num_bits`` and ``info_B_mask``: how it packs feature and sample in a number."""

@@ -49,7 +49,7 @@ def canonical_clip_grad_norm_(
     """
     gradients = [each.grad for each in parameters if each.grad is not None]
     sums = [sum_in_tree(rows) for rows in _whole_rows(gradients)]
-    of_all = torch.stack(sums) if sums else torch.zeros(0)
+    of_all = torch.stack(sums) if sums else torch.zeros(0, device="cpu")
     if stages is not None:
         of_all = of_all.new_tensor([each for of_stage in gathered(of_all.tolist(), stages) for each in of_stage])
     norm = sum_in_tree(of_all).sqrt()

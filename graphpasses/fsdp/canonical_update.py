@@ -58,7 +58,7 @@ def _updated(
 ) -> Tensor:
     """Returns random weights, in pieces of some sizes, after a few steps."""
     generator = torch.Generator().manual_seed(0)
-    weights, *gradients = torch.randn(1 + _NUM_STEPS, sum(sizes), generator=generator)
+    weights, *gradients = torch.randn(1 + _NUM_STEPS, sum(sizes), generator=generator, device="cpu")
     pieces = [nn.Parameter(each.clone()) for each in weights.to(device, dtype).split(sizes)]
     other = copy.copy(optimizer)
     other.state = defaultdict(dict)

@@ -96,7 +96,7 @@ def _over_number(x: Any, y: Any, **_: Any) -> Any:
     if isinstance(y, torch.Tensor):
         return aten.div.Tensor(x, y)
     with outside_tracing():
-        factor = float(torch.tensor(y, dtype=x.dtype).reciprocal())
+        factor = float(torch.tensor(y, dtype=x.dtype, device="cpu").reciprocal())
     return aten.mul.Tensor(x, factor)
 
 
@@ -298,7 +298,7 @@ def run_exactly(target: Any, args: Any, kwargs: Any) -> Any:
 
 def _rounded(number: float, dtype: torch.dtype) -> float:
     with outside_tracing():
-        return float(torch.tensor(number, dtype=dtype))
+        return float(torch.tensor(number, dtype=dtype, device="cpu"))
 
 
 def _convert(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

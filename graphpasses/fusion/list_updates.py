@@ -173,7 +173,7 @@ class Column:
 
     def run(self, kernel: Kernel, given: Mapping[fx.Node, Any]) -> None:
         """Runs a kernel of it; each number is rounded, as eager's are."""
-        numbers = torch.tensor([given[each] for each in self.numbers], dtype=torch.float32)
+        numbers = torch.tensor([given[each] for each in self.numbers], dtype=torch.float32, device="cpu")
         kernel([*(given[each].view(-1) for each in self.tensors), numbers])
 
     def _run_exactly(self, *given: torch.Tensor) -> list[torch.Tensor]:

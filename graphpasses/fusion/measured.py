@@ -84,10 +84,10 @@ def _compare_halves(targets: Sequence[Any], dtype: torch.dtype, device: str) -> 
     Of all pairs these are few: with gradients, float32's results, which are rounded once to half precision, must be
     equal, too.
     """
-    values = torch.arange(_NUM_VALUES).to(torch.int16).view(dtype)
+    values = torch.arange(_NUM_VALUES, device="cpu").to(torch.int16).view(dtype)
     generator = torch.Generator().manual_seed(0)
-    values = values[torch.randperm(_NUM_VALUES, generator=generator)].repeat(_NUM_GRADIENTS).to(device)
-    gradients = torch.randn(len(values), generator=generator).to(device, dtype)
+    values = values[torch.randperm(_NUM_VALUES, generator=generator, device="cpu")].repeat(_NUM_GRADIENTS).to(device)
+    gradients = torch.randn(len(values), generator=generator, device="cpu").to(device, dtype)
     comparison = _Comparison(targets)
     comparison.add(values, gradients, len(values))
     in_tails = _NUM_VALUES // _TAIL * _TAIL + _TAIL

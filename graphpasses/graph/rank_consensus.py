@@ -48,7 +48,7 @@ class RankConsensus:
         if any(is_fake(local_part(each)) or each.is_meta for each in parameters):
             meshes = {}
         groups = (str(name) for mesh in meshes for name in mesh_group_names(mesh))
-        return cls(groups, next(iter(parameters), torch.empty(0)).device)
+        return cls(groups, next(iter(parameters), torch.empty(0, device="cpu")).device)
 
     def all_ranks(self, flags: list[bool]) -> list[bool]:
         """Returns which flags are True on all ranks; each rank has as many."""

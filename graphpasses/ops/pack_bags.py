@@ -26,7 +26,7 @@ def pack_bags(
     """
     for table, rows, values in zip(tables, num_rows, ids, strict=True):
         _check_ids(table, rows, values)
-    sizes = torch.tensor([[values.numel()] for values in ids])
+    sizes = torch.tensor([[values.numel()] for values in ids], device="cpu")
     starts = torch.stack(list(map(_starts, ids, offsets))).long()
     ends = torch.cat([starts, sizes], 1)
     fits = (ends.diff() >= 0).all(1) & (starts[:, :1] == 0).all(1)
@@ -46,7 +46,7 @@ def pack_bags(
 
 
 def _starts(ids: Tensor, offsets: Tensor | None) -> Tensor:
-    return torch.arange(ids.size(0)) * ids.size(1) if offsets is None else offsets
+    return torch.arange(ids.size(0), device="cpu") * ids.size(1) if offsets is None else offsets
 
 
 def _check_ids(table: str, num_rows: int, ids: Tensor) -> None:

@@ -45,20 +45,20 @@ def update_rows(
             [all_ids.new_zeros(1), *(end + start for end, start in zip(ends, starts, strict=False))]
         )
     given = [
-        torch.ones(each.numel()) if weight is None else weight.reshape(-1)
+        torch.ones(each.numel(), device="cpu") if weight is None else weight.reshape(-1)
         for each, weight in zip(ids, weights, strict=True)
         if any(other is not None for other in weights)
     ]
-    zero = torch.zeros(1, dtype=torch.int64)
-    placement = torch.full((1,), _HOST, dtype=torch.int32)
+    zero = torch.zeros(1, dtype=torch.int64, device="cpu")
+    placement = torch.full((1,), _HOST, dtype=torch.int32, device="cpu")
     common = (
         _joined([gradient.reshape(-1, dim) for gradient in gradients]).contiguous(),
         table.view(-1),
         placement,
         zero,
-        torch.tensor([0, dim], dtype=torch.int32),
+        torch.tensor([0, dim], dtype=torch.int32, device="cpu"),
         dim,
-        torch.tensor([0, num_rows]),
+        torch.tensor([0, num_rows], device="cpu"),
         num_rows.bit_length(),
         all_ids,
         all_offsets,
@@ -66,7 +66,7 @@ def update_rows(
         _joined(given) if given else table.new_empty(0),
         False,
     )
-    learning_rate = torch.tensor(rate, dtype=torch.float32)
+    learning_rate = torch.tensor(rate, dtype=torch.float32, device="cpu")
     fbgemm = torch.ops.fbgemm
     if form == "sgd":
         fbgemm.split_embedding_backward_codegen_sgd_cpu(*common, learning_rate)
@@ -85,10 +85,10 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 def _ends(ids: Tensor, offsets: Tensor | None, has_last_offset: bool) -> Tensor:
     """Returns where each bag ends."""
     if offsets is None:
-        return torch.arange(1, ids.numel() + 1)
+        return torch.arange(1, ids.numel() + 1, device="cpu")
     if has_last_offset:
         return offsets[1:].long()
-    return torch.cat([offsets[1:].long(), torch.tensor([ids.numel()])])
+    return torch.cat([offsets[1:].long(), torch.tensor([ids.numel()], device="cpu")])
 
 
 UPDATE_ROWS = define_operator(

@@ -102,7 +102,9 @@ def _sums_of_runs(runs: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]
     """Returns both sums of tensors whose elements follow each other in the whole tensor."""
     device, sizes = runs[0].device, [run.numel() for run in runs]
     stops = list(itertools.accumulate(sizes))
-    shifts = torch.tensor([start - stop + size for start, stop, size in zip(starts, stops, sizes, strict=True)])
+    shifts = torch.tensor(
+        [start - stop + size for start, stop, size in zip(starts, stops, sizes, strict=True)], device="cpu"
+    )
     positions = torch.arange(stops[-1], device=device)
     positions += shifts.to(device).repeat_interleave(torch.tensor(sizes, device=device))
     weyl = positions.add_(1).mul_(signed(_GOLDEN))

@@ -310,7 +310,7 @@ def _loss_of_rank(loss: Tensor | float) -> run_file.Loss:
         if not all(placement.is_replicate() for placement in loss.placements):
             raise UnsupportedError(f"cannot record a loss placed as {list(loss.placements)}; replicate it first")
         loss = loss.to_local()
-    loss = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
+    loss = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64, device="cpu")
     size = loss.element_size()
     if loss.numel() != 1 or size not in _WORDS:
         raise UnsupportedError(f"cannot record a loss of shape {list(loss.shape)} and dtype {loss.dtype}")

@@ -70,7 +70,7 @@ class OperatorFile:
     def add_loss(self, step: int, loss: Tensor | float | None) -> None:
         if loss is None or self._last_step != step:
             return
-        value = loss if isinstance(loss, Tensor) else torch.tensor(loss)
+        value = loss if isinstance(loss, Tensor) else torch.tensor(loss, device="cpu")
         values = tuple(_with_digests(list(_seen({"loss": value}))))
         with self._failure_kept(), self._path.open("ab") as file:
             file.write(operator_line({"loss": step, "values": values}))

@@ -75,7 +75,7 @@ def recorded(
         gradients: dict[str, Tensor | None] = dict(ChainMap(*map(named_gradients, parts)))
         weights = dict(ChainMap(*map(named_weights, parts)))  # of a buffer that several have the first one's
         if norms:  # torchtitan's, of the steps that it logs
-            gradients[GRADIENT_NORM] = torch.tensor(norms[-1], dtype=torch.float64)
+            gradients[GRADIENT_NORM] = torch.tensor(norms[-1], dtype=torch.float64, device="cpu")
         recorder.record(trainer.step, torch.stack(losses).sum(), weights, gradients)
 
     run_forward_backward, run_step, write_log = trainer.forward_backward_step, trainer.train_step, metrics.log

@@ -180,7 +180,7 @@ class _Run:
         if value.numel > MAX_ELEMENTS:
             raise CannotRunError("it is too large")
         sources = self._all(*(("source", piece.source, rank) for piece in value.pieces))
-        result = torch.empty(value.numel, dtype=value.dtype)
+        result = torch.empty(value.numel, dtype=value.dtype, device="cpu")
         for piece, data in zip(value.pieces, sources, strict=True):
             sizes, places, reads = zip(*piece.dims, strict=True) if piece.dims else ((), (), ())
             part = strided(data.view(value.dtype), sizes, reads, piece.offset)
@@ -191,10 +191,10 @@ class _Run:
         key = self.values.key(source)
         match key:
             case ["constant", dtype, text, number]:
-                return torch.full((1,), float(text) if number is None else number, dtype=dtype)
+                return torch.full((1,), float(text) if number is None else number, dtype=dtype, device="cpu")
             case ["padding", _, dtype, [text, number], *_]:
                 fill = float(text) if number is None else number
-                return torch.full((self.values.numel(source),), fill, dtype=dtype)
+                return torch.full((self.values.numel(source),), fill, dtype=dtype, device="cpu")
             case Term("remote", (group, *_), _, (of,)):
                 num_ranks = self.values.numel(source) // self.values.numel(of)
                 return torch.cat(self._of_ranks("source", of, num_ranks, group, rank))
@@ -253,7 +253,7 @@ class _Run:
             raise CannotRunError("it is too large")
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {self.seed}".encode()))
         if not dtype.is_floating_point and not dtype.is_complex:
-            return torch.randint(0, 2, (numel,), generator=generator).to(dtype)
+            return torch.randint(0, 2, (numel,), generator=generator, device="cpu").to(dtype)
         # Of the second seed only positive ones: logarithms, roots and variances take them.
         draw = torch.randn if self.seed == 0 else torch.rand
         return draw(numel, generator=generator).to(dtype)

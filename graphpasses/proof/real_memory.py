@@ -73,7 +73,7 @@ def buffer_of(data: torch.Tensor, held: Any) -> torch.Tensor:
     """Returns bytes in which a tensor lies as it is held."""
     shape, strides, offset, dtype, *_ = held
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    buffer = torch.zeros((last + 1) * dtype.itemsize, dtype=torch.uint8)
+    buffer = torch.zeros((last + 1) * dtype.itemsize, dtype=torch.uint8, device="cpu")
     _fill(view_of(buffer, held), data)
     return buffer
 

@@ -42,7 +42,9 @@ def reduce_in_order(
         raise UnsupportedError(f"PREMUL_SUM needs a floating-point dtype, not {first.dtype}")
     scale = None
     if op == "premul_sum" or (op == "avg" and floating):
-        scale = torch.tensor(1 / _num_ranks(contributions) if op == "avg" else factor, dtype=first.dtype)
+        scale = torch.tensor(
+            1 / _num_ranks(contributions) if op == "avg" else factor, dtype=first.dtype, device="cpu"
+        )
     total = _reduce(contributions, op, scale, fused or first.dtype != torch.bfloat16)
     is_integer_avg = op == "avg" and not floating
     return torch.div(total, _num_ranks(contributions), rounding_mode="trunc") if is_integer_avg else total

@@ -52,7 +52,7 @@ def simulate_reduce_scatter(
     channel_rings = rings(topology)
     for channel, part in enumerate(channel_parts(topology, "reduce_scatter", count, itemsize)):
         # At each hop every destination adds another rank's part: its successor's on the ring, then the next one's.
-        ring = torch.tensor(channel_rings[channel])
+        ring = torch.tensor(channel_rings[channel], device="cpu")
         hops = torch.stack([ring.roll(-1 - hop) for hop in range(len(ring))])
         parts = torch.stack([shard[:, part.start : part.stop] for shard in shards])
         result[ring, part.start : part.stop] = reduce_in_order(

@@ -135,7 +135,7 @@ def _sharded_axes(model: nn.Module) -> dict[str, set[str]]:
 
 def _lines(axes: Mapping[str, int], along: frozenset[str]) -> tuple[tuple[int, ...], ...]:
     """Returns the ranks of the mesh that differ along some axes only, group by group."""
-    mesh = torch.arange(math.prod(axes.values())).view(*axes.values())
+    mesh = torch.arange(math.prod(axes.values()), device="cpu").view(*axes.values())
     is_along = [name in along for name in axes]
     size = math.prod(size for name, size in axes.items() if name in along)
     dims = sorted(range(len(axes)), key=is_along.__getitem__)
@@ -147,7 +147,7 @@ def _groups(
     ranks: tuple[int, ...], topology: Topology, axes: tuple[tuple[str, int], ...]
 ) -> tuple[frozenset[str], dict[tuple[int, ...], Topology]]:
     """Returns the axes along which a group lies, and all groups that do, with their topologies; {} if it is none."""
-    places = torch.unravel_index(torch.tensor(ranks), tuple(size for _, size in axes))
+    places = torch.unravel_index(torch.tensor(ranks, device="cpu"), tuple(size for _, size in axes))
     along = frozenset(name for (name, _), at in zip(axes, places, strict=True) if len({*at.tolist()}) > 1)
     groups = _lines(dict(axes), along)
     return along, {group: topology.restrict(group) for group in groups} if ranks in groups else {}

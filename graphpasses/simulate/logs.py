@@ -18,6 +18,7 @@ _CHANNEL_LINE = re.compile(r"Channel (\d+)/(\d+) *:((?: +\d+)+)[ \r]*$", re.MULT
 # "Trees [0] 1/8/-1->0->-1 [1] …" of one rank: per channel its children, itself, its parent.
 _TREES_LINE = re.compile(r"Trees((?: \[\d+\] -?\d+/-?\d+/-?\d+->\d+->-?\d+)+)")
 _TREE = re.compile(r"\[(\d+)\] (-?\d+)/(-?\d+)/(-?\d+)->(\d+)->(-?\d+)")
+_MAX_LINE = 1023  # characters
 
 _VERSION = re.compile(r"NCCL version (\d+\.\d+\.\d+)")
 _SETTING = re.compile(r"(NCCL_\w+) set by environment to ([^\s.]+)")
@@ -63,17 +64,25 @@ def parse_nccl_log(text: str) -> tuple[Ring, ...]:
     return tuple(found[channel] for channel in sorted(found))
 
 
-def parse_trees(text: str, num_ranks: int, num_channels: int) -> tuple[Tree, ...]:
+def parse_trees(text: str, num_ranks: int, num_channels: int, *, is_one_node: bool = False) -> tuple[Tree, ...]:
     """Reads the tree of every channel of one communicator from a log of all ranks; () if not all of them are there.
 
-    NCCL ends a line after 1023 characters. Source: NCCL ``src/init.cc`` (``initTransportsRank``).
+    NCCL ends a line after some 50 channels. Of one node the second half of the channels has the trees
+    of the first. Source: NCCL ``src/init.cc`` (``initTransportsRank``), ``src/graph/connect.cc`` (``connectTrees``).
     """
     found: dict[tuple[int, int], tuple[tuple[int, ...], int]] = {}
-    for line in _TREES_LINE.findall(text):
-        for entry in _TREE.findall(line):
+    for line in filter(None, map(_TREES_LINE.search, text.splitlines())):
+        entries = _TREE.findall(line[1])
+        if len(line.string) >= _MAX_LINE:
+            del entries[-1]  # of whose last number only the beginning may be there
+        for entry in entries:
             channel, *below, rank, parent = (int(number) for number in entry)
             own = tuple(child for child in below if child >= 0), parent
             learn(found, (channel, rank), own, f"trees of rank {rank} on channel {channel}")
+    half = num_channels // 2
+    doubled = {(channel + half, rank): own for (channel, rank), own in found.items() if channel < half}
+    if is_one_node and num_channels == 2 * half and all(found.get(key, own) == own for key, own in doubled.items()):
+        found |= doubled
     if found.keys() != {(channel, rank) for channel in range(num_channels) for rank in range(num_ranks)}:
         return ()
     for (channel, rank), (children, _) in found.items():
@@ -140,7 +149,7 @@ def _topology(text: str, gpus_per_node: int, hardware: Hardware, options: dict[s
         mode="explicit",
         explicit_rings=found,
         num_channels=len(found),
-        explicit_trees=parse_trees(text, len(found[0]), len(found)),
+        explicit_trees=parse_trees(text, len(found[0]), len(found), is_one_node=len(found[0]) == gpus_per_node),
         hardware=hardware,
         **options,
     )

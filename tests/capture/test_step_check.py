@@ -158,3 +158,13 @@ def test_where_there_is_nothing_to_compare_with() -> None:
     step.checker = None
     with pytest.raises(CaptureError, match="knows no loss_fn"):
         step.check(*token_batch())
+
+
+def test_a_default_device_that_is_another() -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    with torch.device("meta"):  # what graphpasses made there would hold no numbers
+        step = capture_train_step(lambda model, x: model(x).mean(), model, X, optimizer=optimizer)
+        step(X)
+        step.check(X)
+        assert Pipeline(()).run(step)(X).device == X.device

@@ -154,6 +154,21 @@ def test_trees_of_a_log() -> None:
     assert trees(topology.restrict([0, 1])) == (((1,), ()),) * 2
 
 
+def test_lines_of_trees_that_nccl_cuts() -> None:
+    def cut(change: str, by: str) -> str:
+        chain = {rank: [rank + 1 if rank < 11 else -1, rank - 1] for rank in range(12)}
+        lines = [
+            "Trees" + "".join(f" [{channel}] {below}/-1/-1->{rank}->{above}" for channel in range(64))
+            for rank, (below, above) in chain.items()
+        ]
+        return "\n".join(line.replace(change, by)[:1023] for line in lines)
+
+    assert parse_trees(cut("", ""), 12, 64) == ()
+    chain = tuple((rank + 1,) if rank < 11 else () for rank in range(12))
+    assert parse_trees(cut("", ""), 12, 64, is_one_node=True) == (chain,) * 64
+    assert parse_trees(cut("[33] 1/-1", "[33] 2/-1"), 12, 64, is_one_node=True) == ()
+
+
 def test_incomplete_trees_are_not_taken() -> None:
     assert parse_trees(LOG.rsplit("n1", 1)[0], 4, 2) == ()
     assert parse_trees(LOG, 4, 3) == ()

@@ -42,7 +42,8 @@ from graphpasses.integrations.torchtitan.refusals import (
     refuse_trainer,
     warn_of_options,
 )
-from graphpasses.integrations.torchtitan.stages import BUCKETING, Pass, name_of, rewrite_stages, with_ours
+from graphpasses.integrations.torchtitan.stages import rewrite_stages
+from graphpasses.integrations.torchtitan.their_passes import BUCKETING, Pass, inductor_passes, name_of, with_ours
 from graphpasses.passes import FuseExactly, default_pipeline
 from graphpasses.proof.prove import prove_as
 
@@ -100,7 +101,7 @@ def graph_passes(traced: Any, config: Any, *, parallel_dims: Any = None) -> list
     # Without CUDA graphs the trainer lets .grad be what the step returns, which a CUDA graph writes again.
     may_graph = trainer.device.type == "cuda" and not config.training.disable_cuda_graphs
     has_cuda_graphs = may_graph and "cudagraph_pass" not in config.compile.disable_passes
-    passes += titan.final_inductor_compile_passes(config.compile, use_cudagraph=has_cuda_graphs)
+    passes += inductor_passes(config.compile, use_cudagraph=has_cuda_graphs)
     if may_graph:
         passes.append(
             functools.partial(

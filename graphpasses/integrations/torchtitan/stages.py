@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, fx, nn
 from torchtitan.components.loss import ChunkedLossWrapper
@@ -31,38 +31,12 @@ from graphpasses.integrations.torchtitan.stage_graphs import (
     mark_unreduced,
 )
 from graphpasses.integrations.torchtitan.stage_sums import HeadReductions, MicrobatchSums, head_reductions
+from graphpasses.integrations.torchtitan.their_passes import inductor_passes, name_of, with_ours
 from graphpasses.passes import default_pipeline
 from graphpasses.proof.prove import prove_as
 
-BUCKETING = "joint_transformer_block_bucketing_reordering_pass"
-
-# Ours in the places of torchtitan's, whose canonicalization would change the views by which ours know a step.
-_OURS_FOR = {
-    "canonicalize_graph_pass": (),
-    "deduplicate_fsdp_unshard_chains_pass": ("deduplicate-shared",),
-    BUCKETING: (
-        "coalesce-grad-reductions",
-        "bucket-fsdp-collectives",
-        "reshard-after-forward",
-        "prefetch-collectives",
-        "update-in-backward",
-    ),
-    "schedule_fsdp_comms_to_dense_regions_pass": (),  # of torchtitan's own buckets
-}
 # A stage's parameters are gathered by a graph of their own, so that nothing is gathered again or ahead.
 _NOT_OF_STAGES = ("reshard-after-forward", "prefetch-collectives", "update-in-backward")
-
-Pass: TypeAlias = Callable[..., fx.GraphModule]
-
-
-def name_of(each: Any) -> str:
-    name: str = getattr(each, "func", each).__name__
-    return name
-
-
-def with_ours(name: str, each: Pass, ours: Mapping[str, Pass]) -> Sequence[Pass]:
-    """Returns what runs in the place of one of torchtitan's passes, which may be itself."""
-    return [ours[its] for its in _OURS_FOR[name] if its in ours] if name in _OURS_FOR else [each]
 
 
 def rewrite_stages(trainer: Any) -> None:
@@ -152,6 +126,7 @@ class StageProvider(GraphTrainerStageGraphProvider):  # type: ignore[misc]
             "split_forward_fsdp_collectives": cut_unshards,
             "split_backward_fsdp_collectives": building.cut,
             "GraphTrainerStageGraphs": building.bind,
+            "final_inductor_compile_passes": inductor_passes,
         }
         with stage_builders(**others):
             graphs = super().prepare_graphs(schedule, ctx, loss_kwargs=loss_kwargs)
