@@ -23,6 +23,7 @@ from graphpasses._torch.operator_calls import FORMULA, OperatorCalls
 from graphpasses._torch.operator_facts import TensorFacts, read_tensors
 from graphpasses._torch.recorded_operator import Operator
 from graphpasses._torch.storage import freed_memory_returned, is_freed
+from graphpasses._torch.strides_of_eager import Strides, StridesOfEager
 from graphpasses.capture.traced_strides import are_strides_alike
 from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.graph import CapturedStep
@@ -93,15 +94,9 @@ def check_step(
     model, leaves = step.model, step.batch_structure.leaves(batch)
     consensus = RankConsensus.of_graph(step.graph, next(model.parameters()).device)
     agreed = partial(consensus.raised_together, FidelityError(_ANOTHER_RANK))
-    # As in the trace: with FSDP2 the gradients of all leaves, else those of the parameters alone.
-    inputs = None if fsdp_groups(model) else [each for each in model.parameters() if each.requires_grad]
 
     def eager(record: AbstractContextManager[Any]) -> Any:
-        values = step.batch_structure.fresh(batch)
-        with record:
-            result = loss_fn(first_model(model), *values)
-            loss_of(result).backward(inputs=inputs)
-        return result
+        return _eager(step, loss_fn, batch, record)
 
     compares = is_comparable(model)
     record = record_calls(model, step.identity, leaves, is_mode=not compares)
@@ -200,6 +195,35 @@ def run_step(model: nn.Module, run: Callable[[], Any]) -> Results:
 def _text_of(value: Any) -> torch.Tensor:
     """Returns the text of a Python value, which tells it apart, as a tensor."""
     return torch.tensor([*str(key_of(value)).encode()], dtype=torch.uint8, device="cpu")
+
+
+def other_strides_of_eager(step: CapturedStep, loss_fn: Callable[..., Any], batch: Sequence[Any]) -> Strides | None:
+    """Returns the strides of what an eager step computes, if they are others than were traced on a rank; else None.
+
+    It leaves all as it was.
+    """
+    record = record_calls(step.model, step.identity, step.batch_structure.leaves(batch), only_undo=True)
+    noted = StridesOfEager()
+    try:
+        with noted:
+            run_step(step.model, lambda: _eager(step, loss_fn, batch, record))
+    finally:
+        record.undo()
+    consensus = RankConsensus.of_graph(step.graph, next(step.model.parameters()).device)
+    is_same = consensus.all_ranks([not noted.differs_from(step.graph)])[0]
+    return None if is_same else noted.found
+
+
+def _eager(
+    step: CapturedStep, loss_fn: Callable[..., Any], batch: Sequence[Any], record: AbstractContextManager[Any]
+) -> Any:
+    # As in the trace: with FSDP2 the gradients of all leaves, else those of the parameters alone.
+    parameters = [each for each in step.model.parameters() if each.requires_grad]
+    values = step.batch_structure.fresh(batch)
+    with record:
+        result = loss_fn(first_model(step.model), *values)
+        loss_of(result).backward(inputs=None if fsdp_groups(step.model) else parameters)
+    return result
 
 
 def is_comparable(model: nn.Module) -> bool:

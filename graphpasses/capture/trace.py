@@ -23,6 +23,7 @@ from graphpasses._torch.operator_calls import OperatorCalls
 from graphpasses._torch.recorded_operator import MODULE_FQN, Operator
 from graphpasses._torch.schemas import is_tensor_subclass
 from graphpasses._torch.step_tracer import TRACING, TracedFunction, held_traced, trace_with_torch
+from graphpasses._torch.strides_of_eager import Strides, strides_known
 from graphpasses._torch.symbols import each_size_its_own, mark_dims
 from graphpasses.capture import refusals
 from graphpasses.capture.guards import Decisions
@@ -68,12 +69,13 @@ def trace_step(
     *,
     is_recorded: bool,
     varying: Varying,
+    strides: Strides,
 ) -> Trace:
     """Traces forward, loss and backward on fake tensors, and leaves the model as it was.
 
     The traced function returns the loss, one gradient, or None, for each trainable name of a parameter, what it
     leaves in modules, and what else ``loss_fn`` returns. It records the operators that are called if ``is_recorded``;
-    ``varying`` are the dims of the batch whose sizes may vary.
+    ``varying`` are the dims of the batch whose sizes may vary, ``strides`` those of eager's results, if known.
     """
     identity, keeps_casts = IdentityMap.of(model), torch.is_autocast_cache_enabled()
     state = dict(named_state(model))
@@ -178,6 +180,7 @@ def trace_step(
             TRACING,
             refusals.torchs_errors_named(),
             strides_of_kernels(),
+            strides_known(strides),
             live_state_restored(model),
             each_size_its_own(),
         ):

@@ -15,8 +15,9 @@ from graphpasses._torch.fsdp2 import fsdp_groups, own_reduction, reshard
 from graphpasses._torch.fsdp2_accumulation import accumulation_set_aside
 from graphpasses._torch.fsdp2_tracing import prepare_for_tracing
 from graphpasses._torch.operator_recorder import recording_paused
+from graphpasses._torch.strides_of_eager import Strides
 from graphpasses.capture.dynamic_shapes import read_dynamic_shapes
-from graphpasses.capture.oracle import check_step, has_equal_bits, why_unchecked
+from graphpasses.capture.oracle import check_step, has_equal_bits, other_strides_of_eager, why_unchecked
 from graphpasses.capture.refusals import refuse_arguments, refuse_model
 from graphpasses.capture.step_check import check_on_batch
 from graphpasses.capture.step_rules import note_outside, outside_tensors, refuse_step
@@ -25,7 +26,7 @@ from graphpasses.capture.traced_result import read_step
 from graphpasses.capture.update import find_update, trace_update
 from graphpasses.capture.update_oracle import check_update
 from graphpasses.embedding.torchrec.batches import TORCHREC
-from graphpasses.errors import CaptureError
+from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.fsdp.canonical import CLIP_NOTE
 from graphpasses.fsdp.plan import BucketPlan, premultiplied_note
 from graphpasses.gc_pause import paused_gc
@@ -137,11 +138,15 @@ def _capture(
     dynamic_shapes: Any,
     check: bool,
     traced_everywhere: Callable[[], None] = lambda: None,
+    strides: Strides | None = None,
 ) -> CapturedStep:
     """Captures a step that reduces all gradients of its own batch, whatever FSDP2 keeps or is to keep now.
 
-    ``traced_everywhere`` is called before the ranks run anything together.
+    ``traced_everywhere`` is called before the ranks run anything together. A step that eager does not confirm is
+    traced again with the ``strides`` of what eager computes: torch's fake kernels get those of some operators wrong.
     """
+    again = partial(_capture, loss_fn, model, *batch, optimizers=optimizers, clip_norm=clip_norm)
+    again = partial(again, dynamic_shapes=dynamic_shapes, check=check, traced_everywhere=traced_everywhere)
     with accumulation_set_aside(model), stages_shown(), recording_paused():
         # Look
         refuse_model(model)
@@ -160,7 +165,9 @@ def _capture(
         # Trace
         stage("traces loss_fn and its backward")
         with paused_gc():
-            trace = trace_step(loss_fn, model, structure, leaves, is_recorded=unchecked is None, varying=varying)
+            trace = trace_step(
+                loss_fn, model, structure, leaves, is_recorded=unchecked is None, varying=varying, strides=strides
+            )
             refuse_kept_tensors(trace.result)
         # Read
         step = read_step(
@@ -197,7 +204,15 @@ def _capture(
             step.note(f"the capture was not compared with an eager step: {unchecked}")
         elif check:
             stage("compares the step with an eager one")
-            check_step(step, loss_fn, batch, trace.calls)
+            others: Strides | None = None
+            try:
+                check_step(step, loss_fn, batch, trace.calls)
+            except FidelityError:
+                others = None if strides else other_strides_of_eager(step, loss_fn, batch)
+                if others is None:
+                    raise
+            if others is not None:
+                return again(strides=others)
             reshard(groups)
             if source is not None and update is not None and has_equal_bits(model):
                 stage("compares the update with the optimizer's own")

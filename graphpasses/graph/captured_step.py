@@ -382,8 +382,7 @@ class CapturedStep(TrainGraph):
         return lazy_module(self.module, graph)
 
     def _accumulate(self, flat: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> Any:
-        for fqn, value in (self.left_values | {fqn: flat[index] for index, fqn in self._left}).items():
-            leave(self.model, fqn, value)
+        leave(self.model, {fqn: flat[index] for index, fqn in self._left}, self.left_values)
         for index, place, is_shared in self._gradient_slots:
             gradient = flat[index]
             if isinstance(place, str):

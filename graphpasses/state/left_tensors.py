@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ from graphpasses.state.keys import key_of
 
 
 def held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the buffers of a model, and the tensors that are attributes of its modules, by FQN."""
-    tensors = {fqn: value for fqn, _, value in _attributes_of(model) if isinstance(value, torch.Tensor)}
-    own = {fqn: tensor for fqn, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
-    return {**dict(model.named_buffers()), **own}
+    """Returns the buffers of a model, and the tensors that attributes of its modules are, or contain, by FQN."""
+    parts = [_parts_of(fqn, container) for fqn, container in _containers(model).items()]
+    tensors = {name: each for held in parts for name, each in held.items() if isinstance(each, torch.Tensor)}
+    return _without_containers(model) | {
+        name: each for name, each in tensors.items() if not isinstance(each, nn.Parameter)
+    }
 
 
 def held_values(model: nn.Module) -> dict[str, Any]:
@@ -56,13 +59,29 @@ def read_before(fqn: str) -> str:
     )
 
 
-def leave(model: nn.Module, fqn: str, value: Any) -> None:
-    """Gives a module of a model a tensor for a buffer, or a value for an attribute."""
-    owner, _, name = fqn.rpartition(".")
-    module = model.get_submodule(owner)
-    (module._buffers if name in module._buffers else vars(module))[name] = (
-        value if isinstance(value, torch.Tensor) else copy.deepcopy(value)  # a list, which others may change
-    )
+@dataclass(frozen=True)
+class Computed:
+    """Stands in a list, tuple or dict for what a step computes."""
+
+    name: str
+
+
+def leave(model: nn.Module, computed: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Gives modules of a model what a step computed, for buffers and attributes, and Python values."""
+    parts: set[str] = set()
+
+    def part(each: Any) -> Any:
+        if not isinstance(each, Computed):
+            return copy.copy(each)
+        parts.add(each.name)
+        return computed[each.name]
+
+    # New lists, which others may change.
+    found = {fqn: pytree.tree_map(part, value) for fqn, value in values.items()}
+    for fqn, value in (found | {name: each for name, each in computed.items() if name not in parts}).items():
+        owner, _, name = fqn.rpartition(".")
+        module = model.get_submodule(owner)
+        (module._buffers if name in module._buffers else vars(module))[name] = value
 
 
 @contextmanager
@@ -115,8 +134,9 @@ class LeftTensors:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._held, self._values = held_tensors(model), held_values(model)
-        self._known = {id(tensor) for _, tensor in _in_containers(model)}
+        self._held, self._values = _without_containers(model), held_values(model)
+        self._attributes = {fqn: value for fqn, _, value in _attributes_of(model)}
+        self._known = {id(each) for value in _containers(model).values() for each in _leaves(value)}
 
     def find(self, has_read: Callable[[nn.Module, str], bool]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns what the step computed and left, by FQN, and the Python values; raises where a captured step could
@@ -124,15 +144,14 @@ class LeftTensors:
 
         ``has_read`` says whether forward read an attribute of a module before it set it.
         """
-        held = held_tensors(self._model)
+        held = _without_containers(self._model)
         left: dict[str, Any] = {fqn: each for fqn, each in held.items() if each is not self._held.get(fqn)}
         values = changed_values(self._model, self._values)
         left |= {fqn: values.pop(fqn) for fqn in [*values] if isinstance(values[fqn], py_sym_types)}
         for fqn, value in left.items():
             owner, _, name = fqn.rpartition(".")
             module = self._model.get_submodule(owner)
-            if is_tensor_subclass(value):
-                raise CaptureError(f"forward keeps a {type(value).__name__} in {fqn!r}; keep a plain tensor")
+            _refuse_subclass(fqn, value)
             if name not in module._buffers:
                 if has_read(module, name):
                     raise CaptureError(read_before(fqn))
@@ -143,19 +162,33 @@ class LeftTensors:
                 )
         known = self._known | {id(each) for each in self._model.parameters()}  # an RNN's list of its weights
         known |= {id(each) for fqn, each in held.items() if fqn not in left}
-        for fqn, value in _in_containers(self._model):
-            if id(value) not in known:
-                raise CaptureError(
-                    f"forward keeps a tensor, or its .item(), in the attribute {fqn!r}, in a container, and a "
-                    "captured step would not: what reads it later would find an old one. Keep it in an attribute, or "
-                    "a buffer, of its own"
-                )
+        for fqn, container in _containers(self._model).items():
+            parts = _parts_of(fqn, container)
+            num_known = sum(id(each) in known for each in parts.values())
+            if num_known == len(parts):
+                continue
+            owner, _, name = fqn.rpartition(".")
+            is_old = container is self._attributes.get(fqn)
+            if not is_old and has_read(self._model.get_submodule(owner), name):
+                raise CaptureError(read_before(fqn))
+            others = [each for each in _leaves(container) if not isinstance(each, COMPUTED)]
+            if num_known or is_old or not all(key_of(each).is_plain for each in others):
+                raise CaptureError(_IN_CONTAINER.format(fqn))
+            for part, each in parts.items():
+                _refuse_subclass(part, each)
+            left |= parts
+            values[fqn] = _with_names(container, iter(parts))
         return left, values
 
 
 _MODULE_STATE = frozenset(vars(nn.Module()))
 COMPUTED = (torch.Tensor, *py_sym_types)
 """What a step computes: a number that it reads of a tensor, as by ``.item()``, is symbolic while it is traced."""
+_IN_CONTAINER = (
+    "forward keeps a tensor, or its .item(), in the attribute {!r}, in a container, and a captured step would not: "
+    "what reads it later would find an old one. Make a new list, tuple or dict in each forward, of nothing else, or "
+    "keep it in an attribute, or a buffer, of its own"
+)
 _FIRST_CALL = ". If it does so at the first call only, run loss_fn once before the capture"
 
 
@@ -168,17 +201,38 @@ def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
     return {name: value for name, value in vars(tensor).items() if name[0] != "_"}
 
 
+def _with_names(container: Any, names: Iterator[str]) -> Any:
+    return pytree.tree_map(lambda each: Computed(next(names)) if isinstance(each, COMPUTED) else each, container)
+
+
+def _refuse_subclass(fqn: str, value: Any) -> None:
+    if is_tensor_subclass(value):
+        raise CaptureError(f"forward keeps a {type(value).__name__} in {fqn!r}; keep a plain tensor")
+
+
 def _kind(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype}{[*tensor.shape]} on {tensor.device}"
 
 
-def _in_containers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields what is computed and stands in lists, tuples and dicts that are attributes of modules, with the
-    attribute's FQN.
-    """
-    for fqn, _, value in _attributes_of(model):
-        if not isinstance(value, COMPUTED):
-            yield from ((fqn, leaf) for leaf in _leaves(value) if isinstance(leaf, COMPUTED))
+def _without_containers(model: nn.Module) -> dict[str, torch.Tensor]:
+    tensors = {fqn: value for fqn, _, value in _attributes_of(model) if isinstance(value, torch.Tensor)}
+    own = {fqn: tensor for fqn, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
+    return {**dict(model.named_buffers()), **own}
+
+
+def _containers(model: nn.Module) -> dict[str, Any]:
+    """Returns the attributes of a model's modules that are containers of what is computed, by FQN."""
+    return {
+        fqn: value
+        for fqn, _, value in _attributes_of(model)
+        if not isinstance(value, COMPUTED) and any(isinstance(each, COMPUTED) for each in _leaves(value))
+    }
+
+
+def _parts_of(fqn: str, container: Any) -> dict[str, Any]:
+    """Returns what is computed of that which a container holds, by name."""
+    leaves = (each for each in _leaves(container) if isinstance(each, COMPUTED))
+    return {f"{fqn}[{index}]": each for index, each in enumerate(leaves)}
 
 
 def _attributes_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:

@@ -24,7 +24,9 @@ class Layer(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.linear(x)
         is_other = isinstance(y, FakeTensor) and dist.get_rank() in self.ranks
-        return y.sigmoid() if is_other else y.tanh()
+        y = y.sigmoid() if is_other else y.tanh()
+        # Its strides are wrong in the first trace, so that ranks trace again.
+        return torch.copysign(y.t(), torch.ones(4, 1)).t()
 
 
 def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -244,9 +244,9 @@ class Caching(nn.Linear):
 
 def test_a_tensor_that_forward_keeps() -> None:
     model = nn.Sequential(Caching(4, 4))
-    assert refused(lambda: captured(model)) == (
-        "forward keeps a tensor, or its .item(), in the attribute '0.last', in a container, and a captured step "
-        "would not: what reads it later would find an old one. Keep it in an attribute, or a buffer, of its own"
+    message = refused(lambda: captured(model))
+    assert message.startswith(
+        "forward reads the attribute '0.last' and keeps a tensor, or its .item(), in it, and a "
     )
     assert model[0].last is None
     assert model[0].num_calls == 0

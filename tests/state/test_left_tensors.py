@@ -17,6 +17,7 @@ from graphpasses import capture_train_step, default_pipeline
 from graphpasses.errors import CaptureError
 from graphpasses.parity.hashing import weight_hash
 from graphpasses.simulate import Topology, run_cluster
+from graphpasses.state.keys import are_alike
 from graphpasses.state.left_tensors import held_tensors
 
 
@@ -238,7 +239,8 @@ def test_numbers_that_follow_from_tensors() -> None:
 @pytest.mark.parametrize(
     ("keep", "message"),
     [
-        (lambda module, x: vars(module).update(seen=[x.sum().item()]), "in the attribute 'seen', in a container"),
+        (lambda module, x: vars(module)["seen"].append(x.sum()), "in the attribute 'seen', in a container"),
+        (lambda module, x: vars(module).update(seen=[x.sum(), module]), "in the attribute 'seen', in a container"),
         (lambda module, x: vars(module.weight).update(seen=x.sum()), "sets an attribute 'seen' of 'weight'"),
         (lambda module, x: vars(x).update(seen=1), r"sets an attribute 'seen' of 'batch\[0\]'"),
     ],
@@ -248,8 +250,37 @@ def test_what_no_step_keeps(keep: Callable[[Any, torch.Tensor], None], message: 
         keep(model, x)
         return model(x).square().mean()
 
+    model = nn.Linear(4, 4)
+    vars(model)["seen"] = []
     with pytest.raises(CaptureError, match=message):
-        capture_train_step(kept, nn.Linear(4, 4), batches()[0], check=False)
+        capture_train_step(kept, model, batches()[0], check=False)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: [x, 2 * x],
+        lambda x: {"sum": (x.sum(), None, 3), "item": x.mean().item()},
+    ],
+)
+def test_containers_that_forward_makes(make: Callable[[torch.Tensor], Any]) -> None:
+    def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
+        model.first = model.again = make(x)
+        return model(x).square().mean()
+
+    model, reference = nn.Linear(4, 4), nn.Linear(4, 4)
+    first, second, *_ = batches()
+    step = capture_train_step(loss_fn, model, first)
+    step.check(second)
+    assert not hasattr(model, "first")
+    for x in (first, second):
+        step(x)
+        loss_fn(reference, x)
+        kept, expected = (vars(each)["first"] for each in (model, reference))
+        assert type(kept) is type(expected)
+        assert are_alike(kept, expected, {})
+        kept.clear()  # is the caller's
+        assert vars(model)["again"]
 
 
 class Growing(nn.Linear):

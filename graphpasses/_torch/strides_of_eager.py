@@ -1,0 +1,90 @@
+"""Strides that eager's kernels give their results, for fake ones, whose kernels may give others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphpasses._torch.operator_facts import tensors
+from graphpasses._torch.pytree import tree_leaves, tree_map
+from graphpasses._torch.schemas import returns_alias
+
+Strides = Mapping[Any, tuple[tuple[int, ...], ...]]
+"""Of a call, by what it is given, those of its results."""
+
+
+class StridesOfEager(TorchDispatchMode):
+    """Notes the strides of what operators make in the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[Any, Any] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        results = func(*args, **(kwargs or {}))
+        if not returns_alias(func) and (key := _key(func, args, kwargs or {})) is not None:
+            self.found[key] = _strides_of(results)
+        return results
+
+    def differs_from(self, graph: fx.Graph) -> bool:
+        """Whether a graph was traced with other strides of a call."""
+        for node in graph.nodes:
+            if node.op != "call_function" or not isinstance(
+                value := node.meta.get("val"), (torch.Tensor, tuple, list)
+            ):
+                continue
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
+            strides = self.found.get(_key(node.target, args, kwargs))
+            if strides is not None and strides != _strides_of(value):
+                return True
+        return False
+
+
+@contextmanager
+def strides_known(known: Strides) -> Iterator[None]:
+    """Gives fake results in the block the strides of eager's, where the call is one of eager's."""
+    dispatch: Callable[..., Any] = FakeTensorMode.dispatch
+
+    def run(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = dispatch(mode, func, types, args, kwargs or {})
+        if returns_alias(func) or (key := _key(func, args, kwargs or {})) not in known:
+            return results
+        strides = iter(known[key])
+
+        def restrided(each: Any) -> Any:
+            if not isinstance(each, torch.Tensor) or each.layout is not torch.strided:
+                return each
+            if each.stride() == (its := next(strides)):
+                return each
+            made = {"dtype": each.dtype, "device": each.device}
+            return dispatch(mode, torch.ops.aten.empty_strided.default, (), (each.shape, its), made)
+
+        return tree_map(restrided, results)
+
+    with mock.patch.object(FakeTensorMode, "dispatch", run) if known else nullcontext():
+        yield
+
+
+def _strides_of(results: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(each.stride()) for each in tensors(results) if each.layout is torch.strided)
+
+
+_PLAIN = (int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def _key(func: Any, args: Any, kwargs: Any) -> Any:
+    """Returns what a call is given, of tensors kinds, sizes and strides; None where a size is no number."""
+    found: list[Any] = [func]
+    for each in tree_leaves((args, kwargs)):
+        is_strided = isinstance(each, torch.Tensor) and each.layout is torch.strided
+        found += (each.dtype, each.device.type, *each.shape, "strides", *each.stride()) if is_strided else (each,)
+    return tuple(found) if all(isinstance(each, _PLAIN) for each in found[1:]) else None
