@@ -20,11 +20,11 @@ Strides = Mapping[Any, tuple[tuple[int, ...], ...]]
 """Of a call, by what it is given, those of its results."""
 
 
-class StridesOfEager(TorchDispatchMode):
+class StridesOfEager(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the strides of what operators make in the block."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: dict[Any, Any] = {}
 
     def __torch_dispatch__(

@@ -165,9 +165,8 @@ def _capture(
         # Trace
         stage("traces loss_fn and its backward")
         with paused_gc():
-            trace = trace_step(
-                loss_fn, model, structure, leaves, is_recorded=unchecked is None, varying=varying, strides=strides
-            )
+            traced = partial(trace_step, loss_fn, model, structure, leaves, varying=varying, strides=strides or {})
+            trace = traced(is_recorded=unchecked is None)
             refuse_kept_tensors(trace.result)
         # Read
         step = read_step(
