@@ -204,7 +204,7 @@ class ParityRecorder:
         """
         if optimizer is not None and not isinstance(model, nn.Module):
             raise UnsupportedError("optimizer= needs the module as model; of tensors by name, add its state to them")
-        losses = self._losses(step, loss)
+        losses = self._losses(step, loss, model)
         self._last_step = step
         if step in self._operators:
             self._operator_file.add_loss(step, loss)
@@ -249,7 +249,7 @@ class ParityRecorder:
         by_graph = {"step": passes} if isinstance(passes, PipelineReport) else passes
         self._write(lambda: run_file.passes_line(by_graph))
 
-    def _losses(self, step: int, loss: Tensor | float | None) -> run_file.Loss | None:
+    def _losses(self, step: int, loss: Tensor | float | None, model: object) -> run_file.Loss | None:
         """Gathers each rank's loss; raises on all ranks where one cannot record it, or records something else."""
         if (now := rank_of_world()[1]) != self._world_size:
             raise RunFileError(
@@ -260,6 +260,8 @@ class ParityRecorder:
         try:
             if self._last_step is not None and step <= self._last_step:
                 raise RunFileError(f"step {step} cannot be recorded after step {self._last_step}")
+            if not isinstance(model, nn.Module | Mapping):
+                raise UnsupportedError(f"cannot record a {type(model).__name__}; give a module, or tensors by name")
             own = None if loss is None else _loss_of_rank(loss)
         except GraphPassesError as error:
             problem = error
@@ -310,7 +312,10 @@ def _loss_of_rank(loss: Tensor | float) -> run_file.Loss:
         if not all(placement.is_replicate() for placement in loss.placements):
             raise UnsupportedError(f"cannot record a loss placed as {list(loss.placements)}; replicate it first")
         loss = loss.to_local()
-    loss = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64, device="cpu")
+    try:
+        loss = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64, device="cpu")
+    except (TypeError, ValueError):
+        raise UnsupportedError(f"cannot record {loss!r} as a loss; give a tensor or a number") from None
     size = loss.element_size()
     if loss.numel() != 1 or size not in _WORDS:
         raise UnsupportedError(f"cannot record a loss of shape {list(loss.shape)} and dtype {loss.dtype}")

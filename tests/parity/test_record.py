@@ -84,6 +84,10 @@ def test_a_refused_step_may_be_recorded_again(path: Path) -> None:
     with ParityRecorder(path) as recorder:
         with pytest.raises(UnsupportedError, match=r"^cannot record a loss of shape "):
             recorder.record(0, torch.zeros(2), {})
+        with pytest.raises(UnsupportedError, match=r"^cannot record 'low' as a loss; give a tensor or a number"):
+            recorder.record(0, "low", {})  # type: ignore[arg-type]
+        with pytest.raises(UnsupportedError, match=r"^cannot record a list; give a module, or tensors by name"):
+            recorder.record(0, None, [momentum])  # type: ignore[arg-type]
         with pytest.raises(UnsupportedError, match=r"^optimizer= needs the module"):
             recorder.record(0, None, {}, optimizer=momentum)
         recorder.record(0, None, {})
