@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from graphpasses._torch.aot_autograd import added_in_this_backward, backward_node
-from graphpasses._torch.aot_values import describe_input, describe_output
+from graphpasses._torch.aot_values import describe_input, described_outputs
 from graphpasses._torch.surroundings import after_this_backward, changes_gradient, goes_on_to, never_compiled
 from graphpasses.analysis.effects import has_gradient, reached_outputs
 from graphpasses.capture.autocast_casts import autocasts_around
@@ -57,10 +57,10 @@ def find_views_returned(graph: DynamoGraph) -> str | None:
 
 def copy_held(graph: fx.Graph) -> None:
     """Copies views that are gradients where eager does: autograd does not see who else reads them in the graph."""
-    output, given = graph.output_node(), {describe_input(n)[0]: n for n in graph.find_nodes(op="placeholder")}
-    values: list[Any] = [*output.args[0]]  # type: ignore[misc]
-    of_outputs = [describe_output(each)[0] for each in output.meta.get("desc", ())]
-    sources = {at: [given[of]] for at, of in enumerate(of_outputs) if of is not None and of in given}
+    output, outputs = graph.output_node(), described_outputs(graph)
+    given = {describe_input(node)[0]: node for node in graph.find_nodes(op="placeholder")}
+    values = [each.value for each in outputs]
+    sources = {at: [given[of]] for at, (_, of, *_) in enumerate(outputs) if of is not None and of in given}
     for index in shared_values(values, sources) & sources.keys():
         value = values[index]
         made = value.args[0] if value.target is operator.getitem else value
@@ -87,7 +87,7 @@ class CompiledGradients:
     triggers: tuple[int, ...]  # of lookups that update their tables in backward
     keeps_bits: bool  # whether what compiled the graph adds as eager does
     uses: UsesApart
-    num_uses: Sequence[int] = ()  # of inputs that the graph gives a gradient, if it keeps bits
+    num_summands: Sequence[int] = ()  # of the gradient that eager gives each input, if the graph keeps bits
     cast: str | None = None  # a call of the backward that the autocast around forward casts if both are in its block
 
     @classmethod
@@ -104,7 +104,7 @@ class CompiledGradients:
 
     def read(self, joint: fx.Graph) -> None:
         """Reads from a joint graph how many gradients eager adds for each input."""
-        self.num_uses = self.uses.read(joint)
+        self.num_summands = self.uses.read(joint)
 
     def follow(self, outputs: Sequence[Any], inputs: Sequence[Any], taken: dict[int, list[Tensor | None]]) -> None:
         """Lets the backward of a call give no gradient that eager does not give; ``UsesApart.use`` made ``taken``.
@@ -117,7 +117,7 @@ class CompiledGradients:
             node.register_prehook(partial(_check_tables_reached, triggers))
         places = {each.output_nr: i for i, each in enumerate(outputs) if getattr(each, "grad_fn", None) is node}
         tensors = [index for index, value in enumerate(inputs) if isinstance(value, Tensor)]
-        several = {index for index, count in enumerate(self.num_uses) if count > 1}
+        several = {index for index, count in enumerate(self.num_summands) if count > 1}
         watched = {index for index in several if not changes_gradient(inputs[index])}
         node.register_hook(partial(self._after, ref(node), places, tensors, several, watched, taken))
         token = token_of(*(inputs[index] for index in tensors if inputs[index].requires_grad))

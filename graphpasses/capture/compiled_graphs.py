@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 from graphpasses._torch import pytree
-from graphpasses._torch.aot_values import describe_input, describe_output, is_tangent
+from graphpasses._torch.aot_values import describe_input, described_outputs, is_tangent
 from graphpasses._torch.dynamo import live_inputs
 from graphpasses._torch.storage import without_functorch
 from graphpasses.capture.unrounded_gradients import keep_unrounded
@@ -95,16 +95,12 @@ def read_aot_graph(module: fx.GraphModule, stage: Stage, origin: ModelInputs) ->
             if index is None
             else GraphInput(origin.inputs[index].kind, origin.inputs[index].fqn, attr)
         )
-    output = module.graph.output_node()
-    values: Any = output.args[0]
-    described = output.meta.get("desc") or [None] * len(values)
-    outputs = []
-    for desc in described:
-        index, attr, text = describe_output(desc)
-        if index is not None and origin.inputs[index].kind is InputKind.PARAMETER:
-            outputs.append(GraphOutput(OutputKind.GRADIENT, origin.inputs[index].fqn, attr))
-        else:
-            outputs.append(GraphOutput(OutputKind.VALUE, text))
+    outputs = [
+        GraphOutput(OutputKind.VALUE, each.text)
+        if each.index is None or origin.inputs[each.index].kind is not InputKind.PARAMETER
+        else GraphOutput(OutputKind.GRADIENT, origin.inputs[each.index].fqn, each.attr)
+        for each in described_outputs(module.graph)
+    ]
     model = origin.model() or nn.Module()
     graph = TrainGraph(
         module=module,

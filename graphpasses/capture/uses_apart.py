@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from graphpasses._torch.aot_autograd import boxed
-from graphpasses._torch.aot_values import adds_gradients, describe_output, written_input
+from graphpasses._torch.aot_values import adds_gradients, described_outputs
 from graphpasses.capture.late_updates import Compile, Compiled, compile_whole
 from graphpasses.graph import DynamoGraph, InputKind
 from graphpasses.graph.nodes import storages
@@ -41,11 +41,9 @@ class UsesApart:
 
     def read(self, joint: fx.Graph) -> list[int]:
         """Returns how many gradients eager adds for each input, which a joint graph adds, by position."""
-        output = joint.output_node()
         counts = [*self._num_views]
-        for value, desc in zip(output.args[0], output.meta.get("desc", ()), strict=False):  # type: ignore[arg-type]
-            index, attr, _ = describe_output(desc)
-            if (written := written_input(desc)) is not None:
+        for value, index, written, attr, _ in described_outputs(joint):
+            if written is not None:
                 self._open.discard(written)
             if index is not None and isinstance(value, fx.Node):
                 counts[index] = max(counts[index], self._num_views[index] + len(_summands(value)))
@@ -58,11 +56,11 @@ class UsesApart:
     def return_apart(self, backward: fx.Graph) -> None:
         """Lets a backward graph return the gradients of uses after its outputs, the first in place of their sum."""
         output = backward.output_node()
-        values: list[Any] = [*output.args[0]]  # type: ignore[misc]
+        outputs = described_outputs(backward)
+        values = [each.value for each in outputs]
         self._num_outputs = len(values)
         sums: list[fx.Node] = []
-        for place, (value, desc) in enumerate(zip([*values], output.meta.get("desc", ()), strict=False)):
-            index, _, _ = describe_output(desc)
+        for place, (value, index, *_) in enumerate(outputs):
             if index in self.num_uses and isinstance(value, fx.Node):
                 summands = _summands(value)
                 if len(summands) == self.num_uses[index]:
