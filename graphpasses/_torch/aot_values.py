@@ -43,7 +43,7 @@ class Output(NamedTuple):
     """An output of an AOTAutograd graph."""
 
     value: Any  # a node, or None
-    index: int | None  # the position of the Dynamo input whose gradient it is; None if it is something else
+    of: int | None  # the position of the Dynamo input whose gradient it is; None if it is something else
     written: int | None  # that of the one to which it is written after the graph
     attr: str  # as of an input
     text: str  # likewise
@@ -59,8 +59,8 @@ def described_outputs(graph: fx.Graph) -> list[Output]:
         is_written = isinstance(whole, (descriptors.InputMutationAOTOutput, descriptors.MetadataMutationAOTOutput))
         gradient_of = whole.grad_of if isinstance(whole, descriptors.GradAOTOutput) else None
         places = (gradient_of, whole.mutated_input if is_written else None)
-        index, written = (of.idx if isinstance(of, descriptors.PlainAOTInput) else None for of in places)
-        found.append(Output(value, index, written, attr, str(desc)))
+        of_input, written = (of.idx if isinstance(of, descriptors.PlainAOTInput) else None for of in places)
+        found.append(Output(value, of_input, written, attr, str(desc)))
     return found
 
 

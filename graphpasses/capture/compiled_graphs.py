@@ -97,8 +97,8 @@ def read_aot_graph(module: fx.GraphModule, stage: Stage, origin: ModelInputs) ->
         )
     outputs = [
         GraphOutput(OutputKind.VALUE, each.text)
-        if each.index is None or origin.inputs[each.index].kind is not InputKind.PARAMETER
-        else GraphOutput(OutputKind.GRADIENT, origin.inputs[each.index].fqn, each.attr)
+        if each.of is None or origin.inputs[each.of].kind is not InputKind.PARAMETER
+        else GraphOutput(OutputKind.GRADIENT, origin.inputs[each.of].fqn, each.attr)
         for each in described_outputs(module.graph)
     ]
     model = origin.model() or nn.Module()

@@ -269,8 +269,7 @@ def other_memory_refused(model: nn.Module) -> Iterator[None]:
         what = f"{name!r}" if name else f"a tensor of shape {list(tensor.shape)}, {tensor.dtype},"
         raise CaptureError(f"{what} {OTHER_MEMORY}, with .data = ... at {user_line()}{WRITE_IN_PLACE}")
 
-    replace: Any = mock.patch.object
-    with replace(torch.Tensor, "data", property(data.__get__, assign)):
+    with mock.patch.object(torch.Tensor, "data", property(data.__get__, assign)):
         yield
 
 
@@ -345,9 +344,8 @@ def gradients_refused(model: nn.Module) -> Iterator[None]:
 
         return call
 
-    replace: Any = mock.patch.object
     instead = property(refused(grad.__get__, "reads"), refused(grad.__set__, "sets"))
-    with replace(torch.Tensor, "grad", instead):
+    with mock.patch.object(torch.Tensor, "grad", instead):
         yield
 
 
