@@ -28,7 +28,7 @@ from graphpasses.capture.compile_options import CompileOptions, Inner
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.capture.compiled_call import CompiledCall, running
 from graphpasses.capture.compiled_gradients import CompiledGradients, copy_held, find_views_returned
-from graphpasses.capture.compiled_graphs import ModelInputs, read_aot_graph, read_model_graph
+from graphpasses.capture.compiled_graphs import read_aot_graph, read_model_graph
 from graphpasses.capture.formulas import give_eagers_formulas
 from graphpasses.capture.late_updates import LateUpdates, compile_whole
 from graphpasses.capture.traced_strides import runner
@@ -160,17 +160,22 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
         rewritten.add_input(late.empty, "the end of the gradients")
         kept.append(len(rewritten.inputs) - 1)
     rewritten.remove_inputs(set(range(len(rewritten.inputs))) - set(kept))
-    origin = ModelInputs(
-        ref(model), rewritten.parameters, rewritten.identity, rewritten.inputs, remembered, captured.place
+    read = functools.partial(
+        read_aot_graph,
+        given=rewritten.inputs,
+        model=ref(model),
+        parameters=rewritten.parameters,
+        identity=rewritten.identity,
+        remembered=remembered,
+        place=captured.place,
     )
-
     gradients = CompiledGradients.of(rewritten, keeps_bits=keeps_bits, reduced=of.reduces_gradients)
     around = autocasts_around()
     if keeps_bits and (views := find_views_returned(rewritten)) is not None:
         report.warn(views)
 
     def rewrite(stage: Stage, gm: fx.GraphModule) -> Callable[[fx.GraphModule], fx.GraphModule] | None:
-        graph = read_aot_graph(gm, stage, origin)
+        graph = read(gm, stage)
         if stage is Stage.JOINT and keeps_bits:  # Inductor would trace into the operator
             backward = backward_nodes(graph)
             gradients.cast = find_cast(filter(backward.__contains__, graph.graph.nodes), around)
