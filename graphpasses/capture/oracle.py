@@ -31,13 +31,7 @@ from graphpasses.graph.returned import Returned, loss_of
 from graphpasses.graph.several_models import first_model
 from graphpasses.identity import IdentityMap, named_state, same_bits
 from graphpasses.state.keys import key_of
-from graphpasses.state.left_tensors import (
-    changed_values,
-    held_tensors,
-    held_values,
-    live_state_restored,
-    tensors_kept,
-)
+from graphpasses.state.left_tensors import LeftTensors, live_state_restored, tensors_kept
 
 Results = dict[str, torch.Tensor | None]
 _States = list[tuple[torch.Generator, torch.Tensor]]
@@ -178,11 +172,11 @@ def run_step(model: nn.Module, run: Callable[[], Any]) -> Results:
     ):
         for parameter in named.values():
             parameter.grad = None
-        held, values = held_tensors(model), held_values(model)
+        in_modules = LeftTensors(model)
         with tensors_kept(model, {}):
             result = run()
         buffers = {f"buffer {fqn!r}": each for fqn, each in model.named_buffers()}
-        left = {f"attribute {fqn!r}": each for fqn, each in held_tensors(model).items() if each is not held.get(fqn)}
+        left, values = ({f"attribute {fqn!r}": each for fqn, each in found.items()} for found in in_modules.changed())
         if freed := next((name for name, each in left.items() if is_freed(each)), None):
             raise CaptureError(f"forward keeps a view of a parameter in {freed}, which FSDP2 frees; keep a clone")
         returned = Returned.values_of(result)
@@ -194,7 +188,7 @@ def run_step(model: nn.Module, run: Callable[[], Any]) -> Results:
             **{f"unreduced gradient of {place!r}": each for place, each in pending_gradients(model).items()},
             **buffers,
             **left,
-            **{f"attribute {fqn!r}": _text_of(each) for fqn, each in changed_values(model, values).items()},
+            **{name: _text_of(each) for name, each in values.items()},
         }
 
 
