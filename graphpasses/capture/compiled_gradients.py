@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -119,51 +119,46 @@ class CompiledGradients:
         tensors = [index for index, value in enumerate(inputs) if isinstance(value, Tensor)]
         several = {index for index, count in enumerate(self.num_summands) if count > 1}
         watched = {index for index in several if not changes_gradient(inputs[index])}
-        node.register_hook(partial(self._after, ref(node), places, tensors, several, watched, taken))
+        this = ref(node)
+
+        def after(
+            gradients: Sequence[Tensor | None], given: Sequence[Tensor | None]
+        ) -> tuple[Tensor | None, ...] | None:
+            apart = self.uses.take(taken)
+            if len(gradients) != len(tensors):  # one that was given twice, or views of one
+                return None
+            arrived = {places.get(number) for number, gradient in enumerate(given) if gradient is not None}
+            kept = [
+                None if None not in arrived and self.reached[i] and arrived.isdisjoint(self.reached[i]) else each
+                for each, i in zip(gradients, tensors, strict=True)
+            ]
+            if not self.keeps_bits:
+                return tuple(kept)
+            if self.cast and autocasts_around():
+                raise FidelityError(
+                    f"backward runs under autocast, which in eager casts what {self.cast} is given, and nothing in a "
+                    "compiled graph. Call backward after the block of autocast, as PyTorch advises, in both runs"
+                )
+            added, edges = added_in_this_backward(), this().next_functions  # type: ignore[union-attr]
+            for index, edge, gradient in zip(tensors, edges, kept, strict=True):
+                if gradient is None or index in apart:
+                    continue
+                if index in taken:  # a pass made another sum
+                    edge = behind_uses(edge)
+                if edge in added and index in several:
+                    raise FidelityError(_SEVERAL.format(self.names[index]))
+                if index in watched:
+                    added[edge] = gradient
+                    check = partial(_check_alone, edge, self.names[index])
+                    after_this_backward(edge[0].register_prehook(check).remove)
+                else:
+                    before = added.get(edge)
+                    added[edge] = None if before is None else before + gradient
+            return tuple(kept)
+
+        node.register_hook(after)
         token = token_of(*(inputs[index] for index in tensors if inputs[index].requires_grad))
         node.register_hook(partial(_refuse_derivative, token))
-
-    def _after(
-        self,
-        node: ref[Any],
-        places: dict[int, int],
-        tensors: Sequence[int],
-        several: Container[int],
-        watched: Container[int],
-        taken: dict[int, list[Tensor | None]],
-        gradients: Sequence[Tensor | None],
-        given: Sequence[Tensor | None],
-    ) -> tuple[Tensor | None, ...] | None:
-        apart = self.uses.take(taken)
-        if len(gradients) != len(tensors):  # one that was given twice, or views of one
-            return None
-        arrived = {places.get(number) for number, gradient in enumerate(given) if gradient is not None}
-        kept = [
-            None if None not in arrived and self.reached[index] and arrived.isdisjoint(self.reached[index]) else each
-            for each, index in zip(gradients, tensors, strict=True)
-        ]
-        if not self.keeps_bits:
-            return tuple(kept)
-        if self.cast and autocasts_around():
-            raise FidelityError(
-                f"backward runs under autocast, which in eager casts what {self.cast} is given, and nothing in a "
-                "compiled graph. Call backward after the block of autocast, as PyTorch advises, in both runs"
-            )
-        added, edges = added_in_this_backward(), node().next_functions  # type: ignore[union-attr]
-        for index, edge, gradient in zip(tensors, edges, kept, strict=True):
-            if gradient is None or index in apart:
-                continue
-            if index in taken:  # a pass made another sum
-                edge = behind_uses(edge)
-            if edge in added and index in several:
-                raise FidelityError(_SEVERAL.format(self.names[index]))
-            if index in watched:
-                added[edge] = gradient
-                after_this_backward(edge[0].register_prehook(partial(_check_alone, edge, self.names[index])).remove)
-            else:
-                before = added.get(edge)
-                added[edge] = None if before is None else before + gradient
-        return tuple(kept)
 
 
 @never_compiled
