@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 from weakref import ref
 
@@ -36,6 +34,7 @@ from graphpasses.capture.late_updates import LateUpdates, compile_whole
 from graphpasses.capture.traced_strides import runner
 from graphpasses.embedding.backward_checks import check_lookups
 from graphpasses.embedding.torchrec.fake_kernels import fake_kernels_if_loaded
+from graphpasses.embedding.torchrec.pipelines import check_pipeline
 from graphpasses.errors import PipelineError, UnsupportedError
 from graphpasses.graph import Stage
 from graphpasses.graph.nodes import source_line
@@ -120,23 +119,7 @@ def _while_tracing() -> Iterator[None]:
         yield
 
 
-def _check_pipeline() -> None:
-    """Raises if the pipeline that traces a compiled model now is ``TrainPipelineSemiSync``, whose bits no loop has.
-
-    Other pipelines find no module in a compiled model whose input dist they could start early, so they have a loop's.
-    """
-    pipelines = sys.modules.get("torchrec.distributed.train_pipeline.train_pipelines")
-    frame: FrameType | None = sys._getframe(1)
-    while pipelines is not None and frame is not None:
-        if isinstance(frame.f_locals.get("self"), pipelines.TrainPipelineSemiSync):
-            raise UnsupportedError(
-                "TrainPipelineSemiSync looks up a batch before the update of the one before it, which a compiled "
-                "model does not: give it the uncompiled model, or use TrainPipelineSparseDist"
-            )
-        frame = frame.f_back
-
-
-@functools.partial(Backend, wrap=_wrap, while_tracing=_while_tracing, when_recorded=_check_pipeline)
+@functools.partial(Backend, wrap=_wrap, while_tracing=_while_tracing, when_recorded=check_pipeline)
 def graphpasses(
     module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
