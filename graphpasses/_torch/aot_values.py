@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -39,19 +39,29 @@ def describe_input(node: fx.Node) -> tuple[int | None, str, str]:
     return index, attr, node.name if desc is None else str(desc)
 
 
-def describe_output(desc: Any) -> tuple[int | None, str, str]:
-    """Says likewise what an output is, by the position of the input whose gradient it is."""
-    whole, attr = _whole(desc)
-    of = whole.grad_of if isinstance(whole, descriptors.GradAOTOutput) else None
-    return of.idx if isinstance(of, descriptors.PlainAOTInput) else None, attr, str(desc)
+class Output(NamedTuple):
+    """An output of an AOTAutograd graph."""
+
+    value: Any  # a node, or None
+    of: int | None  # the position of the Dynamo input whose gradient it is; None if it is something else
+    written: int | None  # that of the one to which it is written after the graph
+    attr: str  # as of an input
+    text: str  # likewise
 
 
-def written_input(desc: Any) -> int | None:
-    """Returns the position of the input that an output of a graph is written to after it; None if it is none."""
-    whole, _ = _whole(desc)
-    is_written = isinstance(whole, (descriptors.InputMutationAOTOutput, descriptors.MetadataMutationAOTOutput))
-    of = whole.mutated_input if is_written else None
-    return of.idx if isinstance(of, descriptors.PlainAOTInput) else None
+def described_outputs(graph: fx.Graph) -> list[Output]:
+    """Says what each output of an AOTAutograd graph is."""
+    output = graph.output_node()
+    values: Any = output.args[0]
+    found = []
+    for value, desc in zip(values, output.meta.get("desc") or [None] * len(values), strict=True):
+        whole, attr = _whole(desc)
+        is_written = isinstance(whole, (descriptors.InputMutationAOTOutput, descriptors.MetadataMutationAOTOutput))
+        gradient_of = whole.grad_of if isinstance(whole, descriptors.GradAOTOutput) else None
+        places = (gradient_of, whole.mutated_input if is_written else None)
+        of_input, written = (of.idx if isinstance(of, descriptors.PlainAOTInput) else None for of in places)
+        found.append(Output(value, of_input, written, attr, str(desc)))
+    return found
 
 
 def adds_gradients(node: fx.Node) -> bool:

@@ -188,10 +188,9 @@ def dispatch_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -
 
         return run
 
-    replace: Any = mock.patch.object
     dispatch = ProxyTorchDispatchMode.__torch_dispatch__
     with (
-        replace(ProxyTorchDispatchMode, "__torch_dispatch__", of_operators(dispatch)),
-        replace(OperatorCalls, "record", of_operators(OperatorCalls.record)),
+        mock.patch.object(ProxyTorchDispatchMode, "__torch_dispatch__", of_operators(dispatch)),
+        mock.patch.object(OperatorCalls, "record", of_operators(OperatorCalls.record)),
     ):
         yield

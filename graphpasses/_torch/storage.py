@@ -82,8 +82,24 @@ def move_by_host(
     ``places`` returns where in it each goes. Returns what was made; None if memory lacks, and all lies where it lay.
     """
     _synchronize(tensors[0].device)
+    storages, aside = [each.untyped_storage() for each in tensors], list[Tensor]()
+    made: Tensor | None = None
     with _signals_wait():
-        return _move_by_host([each.untyped_storage() for each in tensors], make, places)
+        try:
+            for storage in storages:
+                aside.append(_bytes_of(storage).to("cpu", copy=True))
+                storage.resize_(0)
+            with suppress(torch.OutOfMemoryError):
+                made = make()
+        finally:
+            if made is None:
+                for storage, saved in zip(storages, aside, strict=False):
+                    storage.resize_(saved.numel())
+                    _bytes_of(storage).copy_(saved)
+        if made is not None:
+            for storage, saved, place in zip(storages, aside, places(made), strict=True):
+                _move(storage, saved, place, lambda piece: None)
+    return made
 
 
 @contextmanager
@@ -109,28 +125,6 @@ def _move(storage: torch.UntypedStorage, source: Tensor, place: Tensor, moved: C
         moved(old_piece)
     _synchronize(place.device)
     storage._swap_data_ptr_(target)  # type: ignore[attr-defined]
-
-
-def _move_by_host(
-    storages: Sequence[torch.UntypedStorage], make: Callable[[], Tensor], places: Callable[[Tensor], Iterable[Tensor]]
-) -> Tensor | None:
-    aside: list[Tensor] = []
-    made: Tensor | None = None
-    try:
-        for storage in storages:
-            aside.append(_bytes_of(storage).to("cpu", copy=True))
-            storage.resize_(0)
-        with suppress(torch.OutOfMemoryError):
-            made = make()
-    finally:
-        if made is None:
-            for storage, saved in zip(storages, aside, strict=False):
-                storage.resize_(saved.numel())
-                _bytes_of(storage).copy_(saved)
-    if made is not None:
-        for storage, saved, place in zip(storages, aside, places(made), strict=True):
-            _move(storage, saved, place, lambda piece: None)
-    return made
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -30,15 +30,19 @@ _DDP = nn.parallel.DistributedDataParallel
 
 
 @dataclass
-class _Running:
-    """What runs now."""
+class Running:
+    """The innermost call of a compiled function that runs now."""
 
-    call: CompiledCall
-    place: int = 0  # how many graphs with collectives it has run
+    call: CompiledCall | None = None  # None where none runs
+    place: int = 0  # how many graphs with collectives it has run; ranks may differ in the others
     casts: set[int] = field(default_factory=set)  # which weights its graphs have cast under autocast, by ``id``
 
 
-_RUNNING: ContextVar[_Running | None] = ContextVar("_RUNNING", default=None)
+_RUNNING: ContextVar[Running | None] = ContextVar("_RUNNING", default=None)
+
+
+def running() -> Running:
+    return _RUNNING.get() or Running()
 
 
 class CompiledCall:
@@ -55,7 +59,7 @@ class CompiledCall:
     def __init__(self, options: CompileOptions, root: Any, compiled: Callable[..., Any]) -> None:
         self.options = options
         assert isinstance(options.report, CompileReport)
-        self._report = options.report
+        self.report = options.report
         self._compiled = compiled
         self._modules = find_modules(root)
         self.model = self._modules[0] if len(self._modules) == 1 else nn.ModuleList(self._modules)
@@ -86,39 +90,6 @@ class CompiledCall:
                 "more than two ranks its first steps must run as in eager: do so before it"
             )
 
-    def note(self, text: str) -> None:
-        """Adds a line to the report, once."""
-        self._report.note(text)
-
-    @staticmethod
-    def place() -> int:
-        """Returns how many graphs with collectives the innermost call has run; ranks may differ in the others."""
-        running = _RUNNING.get()
-        return 0 if running is None else running.place
-
-    @staticmethod
-    def casts() -> set[int]:
-        """Returns which weights the graphs of the innermost call have cast under autocast, by ``id``."""
-        running = _RUNNING.get()
-        return set() if running is None else running.casts
-
-    @staticmethod
-    def counted(compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a compiled graph with collectives, so that the graphs that run after it have another place."""
-
-        def call(*values: Any) -> Any:
-            if (running := _RUNNING.get()) is not None:
-                running.place += 1
-            return compiled(*values)
-
-        return call
-
-    @staticmethod
-    def running() -> CompiledCall | None:
-        """Returns the innermost call that runs now."""
-        running = _RUNNING.get()
-        return None if running is None else running.call
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the compiled function; what it was made of, where ``torch.compiler.set_stance`` asks for eager."""
         if is_eager_forced():
@@ -128,7 +99,7 @@ class CompiledCall:
             for module in self._modules:
                 check_materialised(module, "before the first call of what torch.compile returned")
             self._reducers = self._find_reducers()
-        running = _RUNNING.set(_Running(self))
+        token = _RUNNING.set(Running(self))
         try:
             with record_graph_breaks() as graph_breaks, graphs_uncut():
                 around = running_ddp()
@@ -147,10 +118,10 @@ class CompiledCall:
                 raise error.inner_exception from None
             raise
         finally:
-            _RUNNING.reset(running)
+            _RUNNING.reset(token)
             if graph_breaks:
-                self._report.graph_breaks += graph_breaks
-                self._report.write()
+                self.report.graph_breaks += graph_breaks
+                self.report.write()
 
 
 def find_modules(root: Any) -> list[nn.Module]:

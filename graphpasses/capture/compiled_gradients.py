@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
-from collections.abc import Container, Sequence
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -14,19 +15,19 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from graphpasses._torch.aot_autograd import added_in_this_backward, backward_node
-from graphpasses._torch.aot_values import describe_input, describe_output
+from graphpasses._torch.aot_autograd import added_in_this_backward, backward_node, boxed
+from graphpasses._torch.aot_values import adds_gradients, describe_input, described_outputs
 from graphpasses._torch.surroundings import after_this_backward, changes_gradient, goes_on_to, never_compiled
 from graphpasses.analysis.effects import has_gradient, reached_outputs
 from graphpasses.capture.autocast_casts import autocasts_around
-from graphpasses.capture.uses_apart import UsesApart
+from graphpasses.capture.late_updates import Compile, Compiled, compile_whole
 from graphpasses.errors import FidelityError, UnsupportedError
 from graphpasses.fbgemm.lookups import find_triggers
-from graphpasses.graph import DynamoGraph
+from graphpasses.graph import DynamoGraph, InputKind
 from graphpasses.graph.accumulation import shared_values
 from graphpasses.graph.nodes import fake_value, storages
 from graphpasses.identity import same_bits
-from graphpasses.ops.autograd_functions import alias_tensors, behind_uses, token_of
+from graphpasses.ops.autograd_functions import alias_tensors, behind_uses, token_of, use_apart
 
 
 def find_views_returned(graph: DynamoGraph) -> str | None:
@@ -57,10 +58,10 @@ def find_views_returned(graph: DynamoGraph) -> str | None:
 
 def copy_held(graph: fx.Graph) -> None:
     """Copies views that are gradients where eager does: autograd does not see who else reads them in the graph."""
-    output, given = graph.output_node(), {describe_input(n)[0]: n for n in graph.find_nodes(op="placeholder")}
-    values: list[Any] = [*output.args[0]]  # type: ignore[misc]
-    of_outputs = [describe_output(each)[0] for each in output.meta.get("desc", ())]
-    sources = {at: [given[of]] for at, of in enumerate(of_outputs) if of is not None and of in given}
+    output, outputs = graph.output_node(), described_outputs(graph)
+    given = {describe_input(node)[0]: node for node in graph.find_nodes(op="placeholder")}
+    values = [each.value for each in outputs]
+    sources = {at: [given[of]] for at, (_, of, *_) in enumerate(outputs) if of is not None and of in given}
     for index in shared_values(values, sources) & sources.keys():
         value = values[index]
         made = value.args[0] if value.target is operator.getitem else value
@@ -78,6 +79,108 @@ def _made_by(node: fx.Node) -> fx.Node:
     return source if isinstance(source, fx.Node) and not isinstance(source.meta.get("val"), Tensor) else node
 
 
+class UsesApart:
+    """The inputs of a compiled graph of which backward returns the gradient of each use, too.
+
+    The graph adds the gradients of all uses in it, and eager adds each to what other graphs' uses, and those that
+    are not compiled, have given. Not of inputs of which a view comes out of the graph, nor of ``reduced`` parameters.
+    """
+
+    def __init__(self, graph: DynamoGraph, *, reduced: bool) -> None:
+        values = [each for each in graph.graph.output_node().args[0] if isinstance(each, fx.Node)]  # type: ignore[union-attr]
+        returned = Counter(memory for each in values for memory in storages(each))
+        # AOTAutograd makes views of its inputs that a graph returns outside of the joint graph.
+        self._num_views = [sum(returned[memory] for memory in storages(node)) for node in graph.placeholders]
+        kinds = {InputKind.VALUE} if reduced else {InputKind.VALUE, InputKind.PARAMETER}
+        self._open = {
+            index for index, item in enumerate(graph.inputs) if item.kind in kinds and not self._num_views[index]
+        }
+        self.num_uses: dict[int, int] = {}
+        self._places: dict[int, slice] = {}  # of each input's gradients, in what the backward graph returns
+        self._num_outputs: int | None = None  # of the backward graph, once there is one
+        self._returned = threading.local()
+
+    def read(self, joint: fx.Graph) -> list[int]:
+        """Returns how many gradients eager adds for each input, which a joint graph adds, by position."""
+        counts = [*self._num_views]
+        for value, index, written, attr, _ in described_outputs(joint):
+            if written is not None:
+                self._open.discard(written)
+            if index is not None and isinstance(value, fx.Node):
+                counts[index] = max(counts[index], self._num_views[index] + len(_summands(value)))
+                if not attr and index in self._open and counts[index] > 1:
+                    self.num_uses[index] = counts[index]
+        for index in self.num_uses.keys() - self._open:
+            del self.num_uses[index]
+        return counts
+
+    def return_apart(self, backward: fx.Graph) -> None:
+        """Lets a backward graph return the gradients of uses after its outputs, the first in place of their sum."""
+        output = backward.output_node()
+        outputs = described_outputs(backward)
+        values = [each.value for each in outputs]
+        self._num_outputs = len(values)
+        sums: list[fx.Node] = []
+        for place, (value, index, *_) in enumerate(outputs):
+            if index in self.num_uses and isinstance(value, fx.Node):
+                summands = _summands(value)
+                if len(summands) == self.num_uses[index]:
+                    self._places[index] = slice(len(values), len(values) + len(summands))
+                    values += summands
+                    values[place] = summands[0]
+                    sums.append(value)
+        output.args = (values,)
+        for value in dict.fromkeys(sums):
+            while adds_gradients(value) and not value.users:
+                value, unused = value.all_input_nodes[0], value
+                backward.erase_node(unused)
+
+    def compile(self, module: fx.GraphModule, inputs: Sequence[Any], compile_graph: Compile) -> Compiled:
+        """Compiles a backward graph; of what it returns these gradients are left for the call's hook to take."""
+        compiled = compile_whole(module, inputs, compile_graph)
+
+        def run(values: list[Any]) -> Any:
+            results = compiled(values)
+            if not self._places:
+                return results
+            self._returned.results = results
+            return results[: self._num_outputs]
+
+        return boxed(run)
+
+    def use(self, inputs: Sequence[Any]) -> tuple[list[Any], dict[int, list[Tensor | None]]]:
+        """Returns what a call takes for its inputs, and where :meth:`take` puts the gradients of uses."""
+        taken: dict[int, list[Tensor | None]] = {}
+        values = list(inputs)
+        for index, num_uses in self.num_uses.items():
+            if self._num_outputs is not None and index not in self._places:
+                continue  # a pass made of the sum another
+            if values[index].requires_grad and torch.is_grad_enabled():
+                taken[index] = []
+                values[index] = use_apart(values[index], num_uses, taken[index])
+        return values, taken
+
+    def take(self, taken: dict[int, list[Tensor | None]]) -> set[int]:
+        """Puts the gradients of uses where autograd takes them; returns of which inputs there are any."""
+        results = self._returned.__dict__.pop("results", ())
+        found = taken.keys() & self._places.keys()
+        for index in found:
+            taken[index][:] = results[self._places[index]]
+        return found
+
+
+def _summands(value: fx.Node) -> list[fx.Node]:
+    """Returns the gradients that are added to one, the first first."""
+    found: list[fx.Node] = []
+    while adds_gradients(value):
+        before, last = value.args
+        assert isinstance(before, fx.Node)
+        assert isinstance(last, fx.Node)
+        found.insert(0, last)
+        value = before
+    return [value, *found]
+
+
 @dataclass
 class CompiledGradients:
     """What eager would do with the gradients of a compiled graph's inputs, each in its place."""
@@ -87,7 +190,7 @@ class CompiledGradients:
     triggers: tuple[int, ...]  # of lookups that update their tables in backward
     keeps_bits: bool  # whether what compiled the graph adds as eager does
     uses: UsesApart
-    num_uses: Sequence[int] = ()  # of inputs that the graph gives a gradient, if it keeps bits
+    num_summands: Sequence[int] = ()  # of the gradient that eager gives each input, if the graph keeps bits
     cast: str | None = None  # a call of the backward that the autocast around forward casts if both are in its block
 
     @classmethod
@@ -104,7 +207,7 @@ class CompiledGradients:
 
     def read(self, joint: fx.Graph) -> None:
         """Reads from a joint graph how many gradients eager adds for each input."""
-        self.num_uses = self.uses.read(joint)
+        self.num_summands = self.uses.read(joint)
 
     def follow(self, outputs: Sequence[Any], inputs: Sequence[Any], taken: dict[int, list[Tensor | None]]) -> None:
         """Lets the backward of a call give no gradient that eager does not give; ``UsesApart.use`` made ``taken``.
@@ -117,53 +220,48 @@ class CompiledGradients:
             node.register_prehook(partial(_check_tables_reached, triggers))
         places = {each.output_nr: i for i, each in enumerate(outputs) if getattr(each, "grad_fn", None) is node}
         tensors = [index for index, value in enumerate(inputs) if isinstance(value, Tensor)]
-        several = {index for index, count in enumerate(self.num_uses) if count > 1}
+        several = {index for index, count in enumerate(self.num_summands) if count > 1}
         watched = {index for index in several if not changes_gradient(inputs[index])}
-        node.register_hook(partial(self._after, ref(node), places, tensors, several, watched, taken))
+        this = ref(node)
+
+        def after(
+            gradients: Sequence[Tensor | None], given: Sequence[Tensor | None]
+        ) -> tuple[Tensor | None, ...] | None:
+            apart = self.uses.take(taken)
+            if len(gradients) != len(tensors):  # one that was given twice, or views of one
+                return None
+            arrived = {places.get(number) for number, gradient in enumerate(given) if gradient is not None}
+            kept = [
+                None if None not in arrived and self.reached[i] and arrived.isdisjoint(self.reached[i]) else each
+                for each, i in zip(gradients, tensors, strict=True)
+            ]
+            if not self.keeps_bits:
+                return tuple(kept)
+            if self.cast and autocasts_around():
+                raise FidelityError(
+                    f"backward runs under autocast, which in eager casts what {self.cast} is given, and nothing in a "
+                    "compiled graph. Call backward after the block of autocast, as PyTorch advises, in both runs"
+                )
+            added, edges = added_in_this_backward(), this().next_functions  # type: ignore[union-attr]
+            for index, edge, gradient in zip(tensors, edges, kept, strict=True):
+                if gradient is None or index in apart:
+                    continue
+                if index in taken:  # a pass made another sum
+                    edge = behind_uses(edge)
+                if edge in added and index in several:
+                    raise FidelityError(_SEVERAL.format(self.names[index]))
+                if index in watched:
+                    added[edge] = gradient
+                    check = partial(_check_alone, edge, self.names[index])
+                    after_this_backward(edge[0].register_prehook(check).remove)
+                else:
+                    before = added.get(edge)
+                    added[edge] = None if before is None else before + gradient
+            return tuple(kept)
+
+        node.register_hook(after)
         token = token_of(*(inputs[index] for index in tensors if inputs[index].requires_grad))
         node.register_hook(partial(_refuse_derivative, token))
-
-    def _after(
-        self,
-        node: ref[Any],
-        places: dict[int, int],
-        tensors: Sequence[int],
-        several: Container[int],
-        watched: Container[int],
-        taken: dict[int, list[Tensor | None]],
-        gradients: Sequence[Tensor | None],
-        given: Sequence[Tensor | None],
-    ) -> tuple[Tensor | None, ...] | None:
-        apart = self.uses.take(taken)
-        if len(gradients) != len(tensors):  # one that was given twice, or views of one
-            return None
-        arrived = {places.get(number) for number, gradient in enumerate(given) if gradient is not None}
-        kept = [
-            None if None not in arrived and self.reached[index] and arrived.isdisjoint(self.reached[index]) else each
-            for each, index in zip(gradients, tensors, strict=True)
-        ]
-        if not self.keeps_bits:
-            return tuple(kept)
-        if self.cast and autocasts_around():
-            raise FidelityError(
-                f"backward runs under autocast, which in eager casts what {self.cast} is given, and nothing in a "
-                "compiled graph. Call backward after the block of autocast, as PyTorch advises, in both runs"
-            )
-        added, edges = added_in_this_backward(), node().next_functions  # type: ignore[union-attr]
-        for index, edge, gradient in zip(tensors, edges, kept, strict=True):
-            if gradient is None or index in apart:
-                continue
-            if index in taken:  # a pass made another sum
-                edge = behind_uses(edge)
-            if edge in added and index in several:
-                raise FidelityError(_SEVERAL.format(self.names[index]))
-            if index in watched:
-                added[edge] = gradient
-                after_this_backward(edge[0].register_prehook(partial(_check_alone, edge, self.names[index])).remove)
-            else:
-                before = added.get(edge)
-                added[edge] = None if before is None else before + gradient
-        return tuple(kept)
 
 
 @never_compiled

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -13,32 +12,16 @@ import torch
 from torch import fx, nn
 
 from graphpasses._torch import pytree
-from graphpasses._torch.aot_values import describe_input, describe_output, is_tangent
+from graphpasses._torch.aot_values import describe_input, described_outputs, is_tangent
 from graphpasses._torch.dynamo import live_inputs
 from graphpasses._torch.storage import without_functorch
 from graphpasses.capture.unrounded_gradients import keep_unrounded
 from graphpasses.graph import DynamoGraph, GraphInput, GraphOutput, InputKind, OutputKind, Stage, TrainGraph
 from graphpasses.graph.nodes import WAIT, argument
-from graphpasses.graph.parameters import ParameterInfo, parameter_infos
+from graphpasses.graph.parameters import parameter_infos
 from graphpasses.identity import IdentityMap
 
 _SIZE = torch.ops.aten.sym_size.int
-
-
-@dataclass(frozen=True)
-class ModelInputs:
-    """What the inputs of a compiled model are; every graph made from it is described by them.
-
-    It outlives the model where the model's backward is compiled later, and does not keep it: Dynamo keeps what was
-    compiled until its model is gone.
-    """
-
-    model: ref[nn.Module]
-    parameters: Mapping[str, ParameterInfo]  # what passes may know of the model's parameters
-    identity: IdentityMap  # who is who in the model
-    inputs: tuple[GraphInput, ...]  # what each placeholder of the ``DYNAMO`` graph carries
-    remembered: dict[Hashable, Any]  # what passes remember from one compilation of the model to the next
-    place: int = 0  # see :class:`~graphpasses.graph.TrainGraph`
 
 
 def read_model_graph(
@@ -80,11 +63,14 @@ def read_model_graph(
     )
 
 
-def read_aot_graph(module: fx.GraphModule, stage: Stage, origin: ModelInputs) -> TrainGraph:
+def read_aot_graph(
+    module: fx.GraphModule, stage: Stage, given: Sequence[GraphInput], model: ref[nn.Module], **of_model: Any
+) -> TrainGraph:
     """Returns a graph that AOTAutograd made of a ``DYNAMO`` graph; its signature is fixed.
 
-    ``module`` is shared, not copied; ``origin`` are the inputs of the ``DYNAMO`` graph, as AOTAutograd was given
-    them.
+    ``module`` is shared, not copied; ``given`` are the inputs of the ``DYNAMO`` graph, as AOTAutograd was given them,
+    ``of_model`` what all graphs of a model share. The model may be gone where its backward is compiled later: Dynamo
+    keeps what was compiled until it is.
     """
     _read_sizes_after_waits(module.graph)
     inputs = []
@@ -93,33 +79,25 @@ def read_aot_graph(module: fx.GraphModule, stage: Stage, origin: ModelInputs) ->
         inputs.append(
             GraphInput(InputKind.TANGENT if is_tangent(node) else InputKind.VALUE, text)
             if index is None
-            else GraphInput(origin.inputs[index].kind, origin.inputs[index].fqn, attr)
+            else GraphInput(given[index].kind, given[index].fqn, attr)
         )
-    output = module.graph.output_node()
-    values: Any = output.args[0]
-    described = output.meta.get("desc") or [None] * len(values)
-    outputs = []
-    for desc in described:
-        index, attr, text = describe_output(desc)
-        if index is not None and origin.inputs[index].kind is InputKind.PARAMETER:
-            outputs.append(GraphOutput(OutputKind.GRADIENT, origin.inputs[index].fqn, attr))
-        else:
-            outputs.append(GraphOutput(OutputKind.VALUE, text))
-    model = origin.model() or nn.Module()
+    outputs = [
+        GraphOutput(OutputKind.VALUE, each.text)
+        if each.of is None or given[each.of].kind is not InputKind.PARAMETER
+        else GraphOutput(OutputKind.GRADIENT, given[each.of].fqn, each.attr)
+        for each in described_outputs(module.graph)
+    ]
     graph = TrainGraph(
         module=module,
         inputs=tuple(inputs),
         outputs=tuple(outputs),
-        identity=origin.identity,
-        parameters=origin.parameters,
-        model=model,
+        model=model() or nn.Module(),
         stage=stage,
-        remembered=origin.remembered,
-        place=origin.place,
         fixed_signature=True,
+        **of_model,
     )
     if stage is Stage.JOINT:
-        keep_unrounded(graph, model)
+        keep_unrounded(graph, graph.model)
     return graph
 
 

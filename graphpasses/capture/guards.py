@@ -236,11 +236,8 @@ def _state(model: nn.Module) -> Iterator[tuple[GraphInput, torch.Tensor]]:
         (InputKind.BUFFER, model.named_buffers(remove_duplicate=False)),
     ):
         for fqn, tensor in named:
-            if is_tensor_subclass(tensor):
-                for attr in inner_names(tensor):
-                    yield GraphInput(kind, fqn, attr), getattr(tensor, attr)
-            else:
-                yield GraphInput(kind, fqn), tensor
+            for attr in inner_names(tensor) if is_tensor_subclass(tensor) else ("",):
+                yield GraphInput(kind, fqn, attr), getattr(tensor, attr) if attr else tensor
 
 
 _COMPARISONS = {getattr(aten, name).Scalar: getattr(operator, name) for name in ("lt", "le", "gt", "ge")}

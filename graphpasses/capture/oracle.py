@@ -32,13 +32,7 @@ from graphpasses.graph.returned import Returned, loss_of
 from graphpasses.graph.several_models import first_model
 from graphpasses.identity import IdentityMap, named_state, same_bits
 from graphpasses.state.keys import key_of
-from graphpasses.state.left_tensors import (
-    changed_values,
-    held_tensors,
-    held_values,
-    live_state_restored,
-    tensors_kept,
-)
+from graphpasses.state.left_tensors import LeftTensors, live_state_restored, tensors_kept
 
 Results = dict[str, torch.Tensor | None]
 _States = list[tuple[torch.Generator, torch.Tensor]]
@@ -107,7 +101,8 @@ def check_step(
             theirs = {name: record.as_it_is(value) for name, value in theirs.items()}
         with freed_memory_returned():
             record.undo()
-        if not consensus.all_ranks([first_divergence(traced, record.calls) is None])[0]:
+        parts = _divergence(traced, record.calls)
+        if not consensus.all_ranks([parts is None])[0]:
             again = record
             if compares:
                 # Functions of torch's C++ that call others may look whether a mode watches them; the bits say
@@ -119,8 +114,8 @@ def check_step(
                 finally:
                     again.undo()
             with agreed():
-                if first_divergence(traced, again.calls) is not None or _lines(again) != _lines(record):
-                    _compare_calls(traced, record.calls)
+                if parts and (_divergence(traced, again.calls) or _lines(again) != _lines(record)):
+                    raise FidelityError(parts)
         if compares:
             for generator, state in seeds:
                 generator.set_state(state)
@@ -172,11 +167,11 @@ def run_step(model: nn.Module, run: Callable[[], Any]) -> Results:
     ):
         for parameter in named.values():
             parameter.grad = None
-        held, values = held_tensors(model), held_values(model)
+        in_modules = LeftTensors(model)
         with tensors_kept(model, {}):
             result = run()
         buffers = {f"buffer {fqn!r}": each for fqn, each in model.named_buffers()}
-        left = {f"attribute {fqn!r}": each for fqn, each in held_tensors(model).items() if each is not held.get(fqn)}
+        left, values = ({f"attribute {fqn!r}": each for fqn, each in found.items()} for found in in_modules.changed())
         if freed := next((name for name, each in left.items() if is_freed(each)), None):
             raise CaptureError(f"forward keeps a view of a parameter in {freed}, which FSDP2 frees; keep a clone")
         returned = Returned.values_of(result)
@@ -188,7 +183,7 @@ def run_step(model: nn.Module, run: Callable[[], Any]) -> Results:
             **{f"unreduced gradient of {place!r}": each for place, each in pending_gradients(model).items()},
             **buffers,
             **left,
-            **{f"attribute {fqn!r}": _text_of(each) for fqn, each in changed_values(model, values).items()},
+            **{name: _text_of(each) for name, each in values.items()},
         }
 
 
@@ -253,32 +248,26 @@ def why_unchecked(model: nn.Module, batch: Mapping[str, Any]) -> str | None:
     return None
 
 
-def first_divergence(traced: Sequence[Operator], eager: Sequence[Operator]) -> int | None:
-    """Returns the first call by which two steps differ, in its operator, or in what it reads and returns."""
-    for index, (ours, theirs) in enumerate(zip(traced, eager, strict=False)):
-        if _difference(ours, theirs) is not None:
-            return index
-    return None if len(traced) == len(eager) else min(len(traced), len(eager))
+def _divergence(traced: Sequence[Operator], eager: Sequence[Operator]) -> str | None:
+    """Says by which call two steps differ first, in its operator, or in what it reads and returns; else None."""
+    for index, (ours, theirs) in enumerate(itertools.zip_longest(traced, eager)):
+        difference = _difference(ours, theirs) if ours and theirs else ""
+        if difference is not None:
+            here = (theirs or ours).where
+            there = f" in {ours.where}" if ours and theirs and str(ours.where) != str(here) else ""
+            why = f" ({difference})" if difference else ""
+            calls = f"eager calls {_text(theirs)}, the graph {_text(ours)}{there}{why}"
+            return (
+                f"eager and the captured step part at operator {index + 1}, in {here}: {calls}. Let the model "
+                "compute the same whether it is traced or not"
+            )
+    return None
 
 
 def _lines(record: OperatorCalls) -> list[str]:
     """Returns the lines, and their modules, that forward runs through."""
     lines = (str(call.where) for call in record.calls if not call.where.in_backward)
     return [where for where, _ in itertools.groupby(lines)]
-
-
-def _compare_calls(traced: Sequence[Operator], eager: Sequence[Operator]) -> None:
-    if (index := first_divergence(traced, eager)) is None:
-        return
-    ours, theirs = (each[index] if index < len(each) else None for each in (traced, eager))
-    here = (theirs or ours).where  # type: ignore[union-attr]
-    there = f" in {ours.where}" if ours and theirs and str(ours.where) != str(here) else ""
-    why = f" ({difference})" if ours and theirs and (difference := _difference(ours, theirs)) else ""
-    calls = f"eager calls {_text(theirs)}, the graph {_text(ours)}{there}{why}"
-    raise FidelityError(
-        f"eager and the captured step part at operator {index + 1}, in {here}: {calls}. Let the model compute the "
-        "same whether it is traced or not"
-    )
 
 
 # Of `a < b` Python asks b first where its class is a subclass of a's, as that of fake tensors is of a tensor's from

@@ -269,8 +269,7 @@ def other_memory_refused(model: nn.Module) -> Iterator[None]:
         what = f"{name!r}" if name else f"a tensor of shape {list(tensor.shape)}, {tensor.dtype},"
         raise CaptureError(f"{what} {OTHER_MEMORY}, with .data = ... at {user_line()}{WRITE_IN_PLACE}")
 
-    replace: Any = mock.patch.object
-    with replace(torch.Tensor, "data", property(data.__get__, assign)):
+    with mock.patch.object(torch.Tensor, "data", property(data.__get__, assign)):
         yield
 
 
@@ -316,27 +315,23 @@ def gradients_refused(model: nn.Module) -> Iterator[None]:
     thread = threading.get_ident()
     inside: list[torch.Tensor] = []  # read now: a mode of functions asks for the same again
 
-    def refuse(tensor: torch.Tensor, does: str) -> None:
-        # Of the step, as x.grad of a penalty.
-        is_own = is_fake(tensor) and not isinstance(tensor, nn.Parameter)
-        # This frame itself is kept in no variable: it would hold the tensor, in a circle.
-        reader: Any = inspect.currentframe().f_back.f_back  # type: ignore[union-attr]
-        is_tracers = reader.f_globals.get("__name__", "").startswith(_READ_GRADIENTS)
-        is_moved = reader.f_code.co_name == "_apply"  # a module, as .to() does, which has an error of its own
-        if is_own or is_tracers or is_moved:
-            return
-        what = names.get(id(tensor), f"a tensor of shape {[*tensor.shape]}")
-        raise CaptureError(
-            f"loss_fn, or a hook, {does} the gradient of {what} (.grad) at {user_line()}, and a captured step would "
-            "not. Do it before or after the step, also zero_grad(), and give what is computed from gradients in the "
-            "batch"
-        )
-
     def refused(access: Any, does: str) -> Any:
         def call(tensor: torch.Tensor, *value: torch.Tensor | None) -> Any:
             if inside or threading.get_ident() != thread:
                 return access(tensor, *value)
-            refuse(tensor, does)
+            # Of the step, as x.grad of a penalty.
+            is_own = is_fake(tensor) and not isinstance(tensor, nn.Parameter)
+            # This frame itself is kept in no variable: it would hold the tensor, in a circle.
+            reader: Any = inspect.currentframe().f_back  # type: ignore[union-attr]
+            is_tracers = reader.f_globals.get("__name__", "").startswith(_READ_GRADIENTS)
+            is_moved = reader.f_code.co_name == "_apply"  # a module, as .to() does, which has an error of its own
+            if not (is_own or is_tracers or is_moved):
+                what = names.get(id(tensor), f"a tensor of shape {[*tensor.shape]}")
+                raise CaptureError(
+                    f"loss_fn, or a hook, {does} the gradient of {what} (.grad) at {user_line()}, and a captured "
+                    "step would not. Do it before or after the step, also zero_grad(), and give what is computed "
+                    "from gradients in the batch"
+                )
             inside.append(tensor)
             try:
                 return access(tensor, *value)
@@ -345,9 +340,8 @@ def gradients_refused(model: nn.Module) -> Iterator[None]:
 
         return call
 
-    replace: Any = mock.patch.object
     instead = property(refused(grad.__get__, "reads"), refused(grad.__set__, "sets"))
-    with replace(torch.Tensor, "grad", instead):
+    with mock.patch.object(torch.Tensor, "grad", instead):
         yield
 
 

@@ -26,9 +26,9 @@ from graphpasses.analysis.uses import check_added_one_by_one
 from graphpasses.capture.autocast_casts import autocasts_around, cast_once, check_cast_once, find_cast
 from graphpasses.capture.compile_options import CompileOptions, Inner
 from graphpasses.capture.compile_report import CompileReport
-from graphpasses.capture.compiled_call import CompiledCall
+from graphpasses.capture.compiled_call import CompiledCall, running
 from graphpasses.capture.compiled_gradients import CompiledGradients, copy_held, find_views_returned
-from graphpasses.capture.compiled_graphs import ModelInputs, read_aot_graph, read_model_graph
+from graphpasses.capture.compiled_graphs import read_aot_graph, read_model_graph
 from graphpasses.capture.formulas import give_eagers_formulas
 from graphpasses.capture.late_updates import LateUpdates, compile_whole
 from graphpasses.capture.traced_strides import runner
@@ -110,13 +110,12 @@ def _wrap(root: Any, compiled: Callable[..., Any], keywords: Mapping[str, Any]) 
 
 @contextmanager
 def _while_tracing() -> Iterator[None]:
-    call = CompiledCall.running()
-    if call is not None:
+    if (call := running().call) is not None:
         call.check_reducers()
     with fake_kernels_if_loaded(), ExitStack() as stack:
         if call is not None and call.options.keeps_bits:
             stack.enter_context(strides_of_kernels())
-            stack.enter_context(operators_of_eager(call.note))
+            stack.enter_context(operators_of_eager(call.report.note))
         yield
 
 
@@ -128,16 +127,12 @@ def graphpasses(
 
     Dynamo traced ``module`` and made the fake ``inputs``; for ``options`` see :class:`CompileOptions`.
     """
-    call = CompiledCall.running()
-    if call is None:
-        call = CompiledCall(CompileOptions.of(options), nn.Module(), module)
+    call = running().call or CompiledCall(CompileOptions.of(options), nn.Module(), module)
     return _compile(module, inputs, call)
 
 
 def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) -> Callable[..., Any]:
-    options, model, remembered = of.options, of.model, of.remembered
-    report = options.report
-    assert isinstance(report, CompileReport)
+    options, model, remembered, report = of.options, of.model, of.remembered, of.report
     number, keeps_bits = report.num_graphs, options.keeps_bits
     report.num_graphs += 1
 
@@ -149,7 +144,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
 
     _guard_hooks(module, model)
     casts = cast_once(module)
-    captured = read_model_graph(module, model, remembered, CompiledCall.place())
+    captured = read_model_graph(module, model, remembered, running().place)
     communicates = any(map(launches_collective, captured.graph.nodes))
     check_lookups(captured)
     if keeps_bits:
@@ -165,17 +160,22 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
         rewritten.add_input(late.empty, "the end of the gradients")
         kept.append(len(rewritten.inputs) - 1)
     rewritten.remove_inputs(set(range(len(rewritten.inputs))) - set(kept))
-    origin = ModelInputs(
-        ref(model), rewritten.parameters, rewritten.identity, rewritten.inputs, remembered, captured.place
+    read = functools.partial(
+        read_aot_graph,
+        given=rewritten.inputs,
+        model=ref(model),
+        parameters=rewritten.parameters,
+        identity=rewritten.identity,
+        remembered=remembered,
+        place=captured.place,
     )
-
     gradients = CompiledGradients.of(rewritten, keeps_bits=keeps_bits, reduced=of.reduces_gradients)
     around = autocasts_around()
     if keeps_bits and (views := find_views_returned(rewritten)) is not None:
         report.warn(views)
 
     def rewrite(stage: Stage, gm: fx.GraphModule) -> Callable[[fx.GraphModule], fx.GraphModule] | None:
-        graph = read_aot_graph(gm, stage, origin)
+        graph = read(gm, stage)
         if stage is Stage.JOINT and keeps_bits:  # Inductor would trace into the operator
             backward = backward_nodes(graph)
             gradients.cast = find_cast(filter(backward.__contains__, graph.graph.nodes), around)
@@ -218,12 +218,14 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
     cast_names = {index: captured.inputs[index].fqn for index in casts if keeps_bits}
 
     def call(*values: Any) -> Any:
+        if communicates:
+            running().place += 1
         for check in checks:
             check()
         for check_inputs in input_checks:
             check_inputs(values)
         if cast_names:
-            check_cast_once({name: values[index] for index, name in cast_names.items()}, CompiledCall.casts())
+            check_cast_once({name: values[index] for index, name in cast_names.items()}, running().casts)
         last = () if late is None else (late.token(),)
         values = (*(values[index] for index in given), *added, *last)
         given_apart, taken = gradients.uses.use(values)
@@ -231,7 +233,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
         gradients.follow(outputs, given_apart, taken)
         return _checked(outputs, backward_checks) if backward_checks else outputs
 
-    return CompiledCall.counted(call) if communicates else call
+    return call
 
 
 @contextmanager

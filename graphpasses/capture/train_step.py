@@ -23,8 +23,7 @@ from graphpasses.capture.step_check import check_on_batch
 from graphpasses.capture.step_rules import note_outside, outside_tensors, refuse_step
 from graphpasses.capture.trace import trace_step
 from graphpasses.capture.traced_result import read_step
-from graphpasses.capture.update import find_update, trace_update
-from graphpasses.capture.update_oracle import check_update
+from graphpasses.capture.update import check_update, find_update, trace_update
 from graphpasses.embedding.torchrec.batches import TORCHREC
 from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.fsdp.canonical import CLIP_NOTE

@@ -70,13 +70,11 @@ def lanes(tensor: Tensor, global_shape: Sequence[int], offset: Sequence[int]) ->
     return _sum_of_mixes(*_in_memory_order(words, steps), start)
 
 
-def lanes_of_each(
-    tensors: Sequence[Tensor], global_shapes: Sequence[Sequence[int]], offsets: Sequence[Sequence[int]]
-) -> list[Tensor]:
-    """Returns :func:`lanes` of each tensor, int64 [2] on its device; small ones are mixed together."""
-    found: list[Tensor | None] = [None] * len(tensors)
+def lanes_of_each(parts: Sequence[tuple[Tensor, Sequence[int], Sequence[int]]]) -> list[Tensor]:
+    """Returns :func:`lanes` of each part, given as there, int64 [2] on its device; small ones are mixed together."""
+    found: list[Tensor | None] = [None] * len(parts)
     together: dict[torch.device, list[tuple[int, Tensor, int]]] = {}
-    for index, (tensor, global_shape, offset) in enumerate(zip(tensors, global_shapes, offsets, strict=True)):
+    for index, (tensor, global_shape, offset) in enumerate(parts):
         if 0 < tensor.numel() <= _SMALL and not (tensor.is_complex() or tensor.is_neg()) and tensor.is_contiguous():
             words, steps, start = _words(tensor, global_shape, offset)
             words, steps = _in_memory_order(words, steps)

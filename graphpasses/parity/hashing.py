@@ -86,9 +86,8 @@ def tensor_hashes(
         return digests
     device = communication_device(group) if num_ranks > 1 else torch.device("cpu")
     with torch.no_grad():
-        tensors_held = [part.tensor.detach() for part in held if part.tensor is not None]
-        shapes, offsets = [part.global_shape for part in held], [part.offset for part in held]
-        local = torch.stack([sums.to(device) for sums in lanes_of_each(tensors_held, shapes, offsets)])
+        places = [(each.tensor.detach(), each.global_shape, each.offset) for each in held if each.tensor is not None]
+        local = torch.stack([sums.to(device) for sums in lanes_of_each(places)])
         sums = _sum_over_ranks(held, local, group) if num_ranks > 1 else local
     for part, (low, high) in zip(held, sums.tolist(), strict=True):
         digests[part.name] = f"{((high & MASK) << 64 | (low & MASK)) ^ _kind(part):032x}"

@@ -6,7 +6,7 @@ import os
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -98,7 +98,7 @@ class ParityRecorder:
         if topology is None and dist.is_available() and dist.is_initialized():
             simulated = getattr(dist.group.WORLD, "topology", None)
             topology = None if simulated is None else asdict(simulated)
-        named = layouts and _unwrapped(layouts)
+        named = layouts and layouts.named(unwrapped_name)
         header = run_file.RunHeader(str(torch.__version__), self._world_size, run, model, seed, topology, named)
         try:
             line = run_file.header_line(header)  # on all ranks, so that all raise what cannot be read again
@@ -234,7 +234,7 @@ class ParityRecorder:
             layouts: of the run's reductions; of several calls the last one counts. If they cannot be written, the
                 next :meth:`record` says so on all ranks.
         """
-        self._write(lambda: run_file.json_line({"layouts": _unwrapped(layouts).to_json()}))
+        self._write(lambda: run_file.json_line({"layouts": layouts.named(unwrapped_name).to_json()}))
 
     def record_passes(self, passes: PipelineReport | Mapping[str, PipelineReport]) -> None:
         """Writes what passes did to the run's graphs, for ``graphpasses report``; not compared between runs.
@@ -321,13 +321,3 @@ def _loss_of_rank(loss: Tensor | float) -> run_file.Loss:
         raise UnsupportedError(f"cannot record a loss of shape {list(loss.shape)} and dtype {loss.dtype}")
     word = int(loss.reshape(1).view(_WORDS[size]).item()) & ((1 << 8 * size) - 1)
     return run_file.Loss(str(loss.dtype).removeprefix("torch."), (f"{word:0{2 * size}x}",), (repr(loss.item()),))
-
-
-def _unwrapped(layout: Layout) -> Layout:
-    """Returns a layout under the names that the weights are recorded under."""
-    return Layout(
-        tuple(
-            replace(bucket, entries=tuple(replace(each, fqn=unwrapped_name(each.fqn)) for each in bucket.entries))
-            for bucket in layout.buckets
-        )
-    )

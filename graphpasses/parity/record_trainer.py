@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.fsdp2 import read_groups
 from graphpasses._torch.group_ranks import gathered
-from graphpasses.errors import GraphPassesError, LayoutError
+from graphpasses.errors import GraphPassesError
 from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.fsdp.layout import Layout
 from graphpasses.graph import TrainGraph
@@ -135,21 +135,19 @@ def _record_rewritten(
     reports = [each for each, _ in stages.values()]
     names = ["step"] if len(reports) == 1 else [f"part {index} of the model" for index in range(len(reports))]
     recorder.record_passes(dict(zip(names, reports, strict=True)))
-    try:
-        layouts = [graph_layout(each) for _, each in stages.values()]
-    except LayoutError as error:  # the run can do without it
-        logger.warning(f"the bucket layouts of this run are not recorded: {error}")
-    else:
-        recorder.record_layouts(Layout(tuple(bucket for each in layouts for bucket in each.buckets)))
+    layout = _joined(graph_layout(each) for _, each in stages.values())
+    if layout is not None:
+        recorder.record_layouts(layout)
 
 
 def _eager_layout(parts: Sequence[nn.Module], config: Any) -> Layout | None:
     """Returns the layout of an eager trainer's reductions; a run can do without it."""
-    if not all(map(read_groups, parts)):
-        return None
+    return _joined(buckets_of(part, config)[1] for part in parts) if all(map(read_groups, parts)) else None
+
+
+def _joined(layouts: Iterable[Layout]) -> Layout | None:
     try:
-        layouts = [buckets_of(part, config)[1] for part in parts]
-    except GraphPassesError as error:
+        return Layout(tuple(bucket for each in layouts for bucket in each.buckets))
+    except GraphPassesError as error:  # the run can do without it
         logger.warning(f"the bucket layouts of this run are not recorded: {error}")
         return None
-    return Layout(tuple(bucket for each in layouts for bucket in each.buckets))

@@ -30,22 +30,13 @@ def held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def held_values(model: nn.Module) -> dict[str, Any]:
+def _held_values(model: nn.Module) -> dict[str, Any]:
     """Returns the attributes of a model's modules that are Python values, not objects, by FQN."""
     return {
         fqn: value
         for fqn, module, value in _attributes_of(model)
         if not isinstance(module, nn.parallel.DistributedDataParallel)  # which keeps its own accounts
         if key_of(value).is_plain or isinstance(value, py_sym_types)
-    }
-
-
-def changed_values(model: nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns those that are others than before."""
-    return {
-        fqn: value
-        for fqn, value in held_values(model).items()
-        if fqn not in before or key_of(value) != key_of(before[fqn])
     }
 
 
@@ -130,13 +121,21 @@ def tensors_kept(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[None]:
 
 
 class LeftTensors:
-    """What a traced step leaves in the modules of a model: the difference between now and when this was made."""
+    """What a step leaves in the modules of a model: the difference between now and when this was made."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._held, self._values = _without_containers(model), held_values(model)
+        self._held, self._values = held_tensors(model), _held_values(model)
         self._attributes = {fqn: value for fqn, _, value in _attributes_of(model)}
         self._known = {id(each) for value in _containers(model).values() for each in _leaves(value)}
+
+    def changed(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the tensors that are others than before, by FQN, and the Python values."""
+        left, values, before = held_tensors(self._model), _held_values(self._model), self._values
+        return (
+            {fqn: each for fqn, each in left.items() if each is not self._held.get(fqn)},
+            {fqn: each for fqn, each in values.items() if fqn not in before or key_of(each) != key_of(before[fqn])},
+        )
 
     def find(self, has_read: Callable[[nn.Module, str], bool]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns what the step computed and left, by FQN, and the Python values; raises where a captured step could
@@ -144,9 +143,9 @@ class LeftTensors:
 
         ``has_read`` says whether forward read an attribute of a module before it set it.
         """
-        held = _without_containers(self._model)
-        left: dict[str, Any] = {fqn: each for fqn, each in held.items() if each is not self._held.get(fqn)}
-        values = changed_values(self._model, self._values)
+        left, values = self.changed()
+        own = _without_containers(self._model)
+        left = {fqn: each for fqn, each in left.items() if fqn in own}
         left |= {fqn: values.pop(fqn) for fqn in [*values] if isinstance(values[fqn], py_sym_types)}
         for fqn, value in left.items():
             owner, _, name = fqn.rpartition(".")
@@ -161,7 +160,7 @@ class LeftTensors:
                     f"of tensor than was captured{_FIRST_CALL}"
                 )
         known = self._known | {id(each) for each in self._model.parameters()}  # an RNN's list of its weights
-        known |= {id(each) for fqn, each in held.items() if fqn not in left}
+        known |= {id(each) for fqn, each in own.items() if fqn not in left}
         for fqn, container in _containers(self._model).items():
             parts = _parts_of(fqn, container)
             num_known = sum(id(each) in known for each in parts.values())

@@ -215,9 +215,8 @@ class Reads:
                     getattr(this, name, None)
             sets(this, name, value)
 
-        replace: Any = mock.patch.object
-        self._stack.enter_context(replace(kind, "__getattribute__", get))
-        self._stack.enter_context(replace(kind, "__setattr__", set_))
+        self._stack.enter_context(mock.patch.object(kind, "__getattribute__", get))
+        self._stack.enter_context(mock.patch.object(kind, "__setattr__", set_))
 
     def _is_seen(self, this: Any, name: str) -> bool:
         """Whether a name is watched that is read now: ``__dict__`` is by code that is not the object's own."""

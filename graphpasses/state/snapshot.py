@@ -67,7 +67,8 @@ class Snapshot:
         if tensors is None:
             seen, self._seen = Unwritten.of(model), None
             tensors = self.structure.check(model)
-            check_replaced(fsdp_groups(model))
+            if (fqn := find_replaced(fsdp_groups(model))) is not None:
+                raise CaptureError(_REPLACED.format(fqn))
             for fqn, tensor in self.structure.named(tensors, self.held).items():
                 if tensor is not self.held[fqn]:
                     raise CaptureError(f"{fqn!r} was replaced since the step was captured, and {_HELD}; {AGAIN}")
@@ -161,27 +162,26 @@ def _autocast_dtype(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.amp.is_autocast_available(device) else None
 
 
+_REPLACED = (
+    "parameter {!r} was replaced after a forward (another nn.Parameter, or other memory): eager FSDP2 gathers what "
+    "was there before. Write into it (copy_), or give it with load_state_dict"
+)
+_NOT_FOLLOWED: dict[Callable[[Sequence[Any]], str | None], str] = {
+    find_outdated: (
+        "parameter {!r} changed while it was unsharded, as a forward without a backward leaves it (an evaluation "
+        "before optimizer.step()), or set_reshard_after_backward(False): eager FSDP2 would train on with the old "
+        "values. Call reshard() on its fully_sharded module before it changes"
+    ),
+    find_set_unsharded: (
+        "requires_grad of parameter {!r} was set while it was unsharded, as a forward without a backward leaves it: "
+        "eager FSDP2 obeys it for one step, and forgets it then. Call reshard() on its fully_sharded module before"
+    ),
+    find_replaced: _REPLACED,
+}
+
+
 def check_unsharded(groups: Sequence[Any]) -> None:
-    """Raises if a parameter changed since it was unsharded: eager would train on with what it was."""
-    if (fqn := find_outdated(groups)) is not None:
-        raise CaptureError(
-            f"parameter {fqn!r} changed while it was unsharded, as a forward without a backward leaves it (an "
-            "evaluation before optimizer.step()), or set_reshard_after_backward(False): eager FSDP2 would train on "
-            "with the old values. Call reshard() on its fully_sharded module before it changes"
-        )
-    if (fqn := find_set_unsharded(groups)) is not None:
-        raise CaptureError(
-            f"requires_grad of parameter {fqn!r} was set while it was unsharded, as a forward without a backward "
-            "leaves it: eager FSDP2 obeys it for one step, and forgets it then. Call reshard() on its fully_sharded "
-            "module before"
-        )
-    check_replaced(groups)
-
-
-def check_replaced(groups: Sequence[Any]) -> None:
-    """Raises if a module shows a parameter that eager FSDP2 would not gather."""
-    if (fqn := find_replaced(groups)) is not None:
-        raise CaptureError(
-            f"parameter {fqn!r} was replaced after a forward (another nn.Parameter, or other memory): eager FSDP2 "
-            "gathers what was there before. Write into it (copy_), or give it with load_state_dict"
-        )
+    """Raises if a parameter changed in a way that eager FSDP2 does not follow: it would train on with what it was."""
+    for find, refusal in _NOT_FOLLOWED.items():
+        if (fqn := find(groups)) is not None:
+            raise CaptureError(refusal.format(fqn))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -50,7 +51,8 @@ def test_a_defect_is_told_and_shrunk(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (path := tmp_path / "program.py").write_text(NOTING.replace("h + missing", "h.tanh()"))
     assert judged(path, ("captured",))["captured"].kind == "bits"
     monkeypatch.setattr(captured_step, "leave", lambda *_: None)
-    monkeypatch.setattr("graphpasses.capture.oracle.changed_values", lambda *_: {})
+    nothing = SimpleNamespace(changed=lambda: ({}, {}))
+    monkeypatch.setattr("graphpasses.capture.oracle.LeftTensors", lambda _: nothing)
     outcome = judged(path, ("captured",))["captured"]
     assert outcome.kind == "differs"
     assert outcome.detail.endswith("then ['in_features', 'out_features', 'training']")

@@ -271,7 +271,7 @@ def test_what_json_cannot_take_ends_all_ranks_and_rank_0_alone_makes_it(path: Pa
     assert reasons == other_reasons
     assert reasons == [
         f"cannot write '{path}': Object of type int64 is not JSON serializable",
-        f"cannot write '{path}': 'Linear' object has no attribute 'buckets'",
+        f"cannot write '{path}': 'Linear' object has no attribute 'named'",
     ]
 
 
