@@ -88,7 +88,8 @@ def trace_step(
         # The tracer gives every name of a tied DTensor a tensor of its own, so ask for every name's gradient;
         # but names of one module, or of one plain tensor, still are one, whose gradient goes to the first.
         named = {fqn: p for fqn, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-        before = {fqn: parameter.grad for fqn, parameter in named.items()}
+        for parameter in named.values():
+            parameter.grad = None  # else backward adds to it
         trained = [(fqn, tensor, is_trained(tensor)) for fqn, tensor in named_state(model)]
         for fqn, tensor in named_state(model):
             for name, value in vars(state[fqn]).items():
@@ -97,8 +98,8 @@ def trace_step(
         mark_parameters(model)
 
         def filled() -> dict[str, nn.Parameter]:
-            """Returns the parameters that have other gradients than before, by FQN."""
-            return {fqn: parameter for fqn, parameter in named.items() if parameter.grad is not before[fqn]}
+            """Returns the parameters that have gradients, by FQN."""
+            return {fqn: parameter for fqn, parameter in named.items() if parameter.grad is not None}
 
         left_tensors = LeftTensors(model)
         given = [args[index] for index in structure.same or range(len(args))]
