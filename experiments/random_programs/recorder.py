@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
@@ -170,6 +171,10 @@ class Step:
             except gp.GraphPassesError as error:
                 self._captured.pop(key, None)
                 self._recorder.refusals.append(str(error))
+            except Exception:
+                if key not in self._captured:
+                    eager(*batch)  # raises itself, behind what it does before
+                raise
         return eager(*batch)
 
     def _capture(self, batch: tuple[Any, ...]) -> Any:
@@ -194,5 +199,6 @@ def text_of(value: Any) -> str:
         return f"{value.placements} {text_of(value.to_local())}"
     if value.numel() and not value.untyped_storage().size():
         return "freed"
+    value = value.wait() if isinstance(value, AsyncCollectiveTensor) else value
     data = value.detach().clone().contiguous().reshape(-1).view(torch.uint8)
     return f"{value.dtype}{[*value.shape]} {sha256(data.numpy().tobytes()).hexdigest()[:12]}"

@@ -139,7 +139,7 @@ def _compared(eager: Recorder, ours: Recorder, error: str) -> Outcome:
 def shrunk(path: Path, way: Way, kind: str) -> list[str]:
     """Takes out of a program, in its file, what its outcome does not need; returns its lines."""
     lines = path.read_text().splitlines()
-    for index in reversed(range(min(_comments(lines)), len(lines))):
+    for index in reversed(range(min(_comments(lines)) + 1, len(lines))):
         if index >= len(lines):
             continue
         new = without(lines, index, [])
