@@ -133,10 +133,14 @@ class Step:
         """Runs an eager step, which updates nothing where gradients are kept."""
         result = self._backward(*batch)
         if self._optimizer is not None and not self._keeps:
+            optimizers = self._optimizer if isinstance(self._optimizer, tuple) else (self._optimizer,)
             if (clip := self._options.get("clip_norm")) is not None:
-                norm = nn.utils.clip_grad_norm_(self._model.parameters(), clip)
+                updated = {each for one in optimizers for group in one.param_groups for each in group["params"]}
+                others = [each for other in self._options.get("others", ()) for each in other.parameters()]
+                clipped = [*self._model.parameters(), *(each for each in others if each in updated)]
+                norm = nn.utils.clip_grad_norm_(clipped, clip)
                 self.grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            for each in self._optimizer if isinstance(self._optimizer, tuple) else (self._optimizer,):
+            for each in optimizers:
                 each.step()
                 each.zero_grad()
         return result
