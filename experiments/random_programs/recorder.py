@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
@@ -203,6 +202,5 @@ def text_of(value: Any) -> str:
         return f"{value.placements} {text_of(value.to_local())}"
     if value.numel() and not value.untyped_storage().size():
         return "freed"
-    value = value.wait() if isinstance(value, AsyncCollectiveTensor) else value
     data = value.detach().clone().contiguous().reshape(-1).view(torch.uint8)
     return f"{value.dtype}{[*value.shape]} {sha256(data.numpy().tobytes()).hexdigest()[:12]}"

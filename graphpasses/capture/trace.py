@@ -14,7 +14,7 @@ from torch.fx.traceback import annotate
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from graphpasses._torch.dynamo import compiled_calls_raise
-from graphpasses._torch.fake_mode import strides_of_kernels
+from graphpasses._torch.fake_mode import is_fake, strides_of_kernels
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_tracing import communication_traced, other_models_refused
 from graphpasses._torch.in_place_collectives import collectives_with_waits
@@ -153,7 +153,8 @@ def trace_step(
             # In this thread alone calls are seen.
             with torch.autograd.set_multithreading_enabled(False), reads.running(), record:
                 if fsdp_groups(model):  # FSDP2 looks for gradients where backward leaves them
-                    loss.backward()
+                    with _gradients_put_back(loss, parameters):
+                        loss.backward()
                     if read := [fqn for fqn, parameter in filled().items() if parameter in reductions.reduced]:
                         raise CaptureError(_READ_SHARD.format(read[0]))
                     gradients = {each: reductions.reduced.get(each, each.grad) for each in parameters}
@@ -190,6 +191,27 @@ def trace_step(
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
     calls, guards = records[0].calls, decisions.guards
     return Trace(traced, reads, guards, random_calls, calls, held=held, left_values=left_values, **found)
+
+
+@contextmanager
+def _gradients_put_back(loss: torch.Tensor, parameters: Collection[torch.Tensor]) -> Iterator[None]:
+    """Puts back the gradients of a loss's leaves that are none of the parameters: tensors from outside."""
+    known, nodes = {id(each) for each in parameters}, {loss.grad_fn}
+    left, before = [loss.grad_fn], list[tuple[torch.Tensor, torch.Tensor | None]]()
+    while left:
+        node = left.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known and not is_fake(leaf):
+            before.append((leaf, leaf.grad))
+            leaf.grad = None  # else backward adds to it
+        found = {each for each, _ in getattr(node, "next_functions", ()) if each is not None} - nodes
+        nodes |= found
+        left += found
+    try:
+        yield
+    finally:
+        for leaf, gradient in before:
+            leaf.grad = gradient
 
 
 def _trace_until_settled(reads: Reads, trace: Callable[[], TracedFunction]) -> TracedFunction:
