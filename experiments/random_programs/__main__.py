@@ -6,21 +6,32 @@ import multiprocessing
 import sys
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 import torch
 import tyro
 
 from experiments.harness.outcome import Outcome, Outcomes, counted
+from experiments.random_programs.loop import Loop
+from experiments.random_programs.program import Program
 from experiments.random_programs.running import judge
 from graphpasses.parity.launch import RankError, run_ranks
 
 
-def main(first: int = 0, num: int = 50, num_ranks: int = 1, out: Path | None = None, timeout: float = 60.0) -> int:
+def main(
+    kind: Literal["programs", "loops"] = "programs",
+    first: int = 0,
+    num: int = 50,
+    num_ranks: int = 1,
+    out: Path | None = None,
+    timeout: float = 60.0,
+) -> int:
     """Trains random programs eagerly and as captured and compiled steps; prints those that differ, shrunk.
 
     Exit code 0 if none differs or fails, else 1.
 
     Args:
+        kind: whether forwards do all they can, or loops over models as users have them, between their steps.
         first: seed.
         num: number of seeds.
         num_ranks: processes, over which FSDP2 shards the model if there are several.
@@ -31,14 +42,15 @@ def main(first: int = 0, num: int = 50, num_ranks: int = 1, out: Path | None = N
     folder = out or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     outcomes, context = Outcomes(folder / f"outcomes_{first}.jsonl"), multiprocessing.get_context("fork")
+    make = Program if kind == "programs" else Loop
     for seed in range(first, first + num):
         if num_ranks > 1:
             try:
-                run_ranks(judge, num_ranks, seed, folder, outcomes, timeout=timeout)
+                run_ranks(judge, num_ranks, seed, folder, outcomes, make, timeout=timeout)
             except RankError as error:
                 outcomes.add(f"{seed} ranks", Outcome("fails", str(error)))
             continue
-        process = context.Process(target=judge, args=(seed, folder, outcomes))
+        process = context.Process(target=judge, args=(seed, folder, outcomes, make))
         process.start()
         process.join(timeout)
         if process.is_alive() or process.exitcode:

@@ -6,10 +6,17 @@ import random
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-TABLES = {
-    part.partition("]")[0]: [each for line in part.splitlines()[1:] for each in line.split(" | ") if each]
-    for part in (FOLDER / "statements.txt").read_text().split("\n[")[1:]
-}
+
+
+def read_tables(name: str) -> dict[str, list[str]]:
+    """Returns the statements of a file, by table."""
+    return {
+        part.partition("]")[0]: [each for line in part.splitlines()[1:] for each in line.split(" | ") if each]
+        for part in (FOLDER / name).read_text().split("\n[")[1:]
+    }
+
+
+TABLES = read_tables("statements.txt")
 VALUES = [
     [part.split(" / ") for part in line.split(" | ")]
     for line in (FOLDER / "statements.txt").read_text().partition("[values]\n")[2].splitlines()
@@ -26,18 +33,23 @@ class Program:
 
     def __init__(self, seed: int) -> None:
         self._random, self._seed = random.Random(seed), seed
-        self.values = self._random.sample(VALUES, self._random.choice([0, 0, 1, 2]))
+        self._values = self._random.sample(VALUES, self._random.choice([0, 0, 1, 2]))
         weights = {"inplace": (0, 2, 6), "pure": (5,), "random": (0, 1, 3), "control": (0, 0, 2), "autograd": (0, 3)}
         weights |= {"parameters": (5,), "buffers": (0, 1, 4), "rows": (0, 0, 4)}
         self._weights = {name: self._random.choice(each) for name, each in weights.items()}
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it is compiled, too: Dynamo does not guard all Python values, as the limits say."""
+        return not self._values
 
     def source(self) -> str:
         """Returns the program, as Python; it may not run eagerly yet."""
         few = self._random.choice([0, 0, 1, 2])
         loss = ["out = model(x)", f"loss = {self._one('objective')}", *(self._one("loss") for _ in range(few))]
-        loss += [f"loss = loss * ({self._fill(self._random.choice(reads))})" for _, reads, _ in self.values]
+        loss += [f"loss = loss * ({self._fill(self._random.choice(reads))})" for _, reads, _ in self._values]
         before = [self._one("before") for _ in range(self._random.randrange(3))]
-        before += [self._fill(self._random.choice(writes)) for _, _, writes in self.values]
+        before += [self._fill(self._random.choice(writes)) for _, _, writes in self._values]
         is_inside = self._random.random() < 0.3
         after = [self._one("after") for _ in range(self._random.randrange(4))]
         end = [] if is_inside else ["opt.step()"]
@@ -47,21 +59,25 @@ class Program:
             "loss = step(x, y, k)",
             *self._timed(after),
         ]
-        loop += [*end, "c.record(loss, model, opt, held, x)", *([] if is_inside else [self._one("zero")])]
+        loop += [
+            *end,
+            "c.record(loss=loss, model=model, opt=opt, held=held, x=x)",
+            *([] if is_inside else [self._one("zero")]),
+        ]
         setup = [self._one("setup") for _ in range(self._random.choice([0, 0, 0, 1, 2]))]
         optimizer = self._one("optimizer").replace("{p}", self._one("group"))
         run = [f"torch.manual_seed({self._seed})", "model = Model()", *setup]
-        run += ["if c.num_ranks > 1:", *_inside(self._sharding()), f"opt = {optimizer}"]
+        run += ["if c.num_ranks > 1:", *inside(self._sharding()), f"opt = {optimizer}"]
         run += ["held, total, k, rng = [], torch.zeros(()), 1.0, torch.get_rng_state()"]
-        run += [f"step = c.step(loss_fn, model, opt, is_inside={is_inside})", "for i in range(5):", *_inside(loop)]
+        run += [f"step = c.step(loss_fn, model, {'opt' if is_inside else None})", "for i in range(5):", *inside(loop)]
         blocks = [self._module("Block", 4), self._module("Model", self._random.randrange(3, 10))]
         functions = [
             "def loss_fn(model, x, y, k):",
-            *_inside([*loss, "return loss.mean()"]),
+            *inside([*loss, "return loss.mean()"]),
             "def run(c):",
-            *_inside(run),
+            *inside(run),
         ]
-        head = ["COEF = 1.0", *(definition for (definition,), _, _ in self.values)]
+        head = [f"# Seed {self._seed}", "COEF = 1.0", *(definition for (definition,), _, _ in self._values)]
         return (FOLDER / "prelude.txt").read_text() + "\n".join([*head, *blocks[0], *blocks[1], *functions]) + "\n"
 
     def _sharding(self) -> list[str]:
@@ -92,12 +108,12 @@ class Program:
             (table,) = self._random.choices([*self._weights], [*self._weights.values()])
             statement, made = self._random.choice(TABLES[table]), f"h{index}"
             a, b = (self._random.choice(live[-3:]) for _ in range(2))
-            body += _lines(self._fill(statement, a=a, b=b, o=made))
+            body += lines_of(self._fill(statement, a=a, b=b, o=made))
             live += [made] if "{o}" in statement else []
         # Whatever else was drawn, there is something to train.
         body.append(f"return {live[-1]}" + (" + F.linear(x, s.w1)" if name == "Model" else ""))
-        methods = ["def __init__(s):", *_inside(init), "def forward(s, x):", *_inside(body)]
-        return [f"class {name}(nn.Module):", *_inside(methods)]
+        methods = ["def __init__(s):", *inside(init), "def forward(s, x):", *inside(body)]
+        return [f"class {name}(nn.Module):", *inside(methods)]
 
     def _fill(self, statement: str, **names: str) -> str:
         pick = self._random.choice
@@ -118,14 +134,14 @@ class Program:
         lines = []
         for each in statements:
             when = "" if each.startswith(("if ", "for ", "with ")) else self._random.choice(_WHEN)
-            lines += [when, *_inside(_lines(each))] if when else _lines(each)
+            lines += [when, *inside(lines_of(each))] if when else lines_of(each)
         return lines
 
 
-def _lines(statement: str) -> list[str]:
+def lines_of(statement: str) -> list[str]:
     lines = [line for block in statement.split(" ;; ") for line in block.split(" ; ")]
     return [f"    {line[2:]}" if line.startswith("> ") else line for line in lines]
 
 
-def _inside(lines: list[str]) -> list[str]:
+def inside(lines: list[str]) -> list[str]:
     return [f"    {line}" for line in lines]

@@ -37,6 +37,10 @@ def check_on_batch(loss_fn: Callable[..., Any], step: CapturedStep, batch: Seque
     another = FidelityError("on another rank, the step differs from eager; its message says where")
     agreed = partial(consensus.raised_together, another)
     with agreed():
+        # Before eager runs, since hooks that came since the capture may keep something.
+        step.snapshot.check(step.model)
+        if step.update is not None:
+            step.update.optimizers.check()
         theirs = _results(step, batch, lambda: run_eagerly(loss_fn, step, batch))
     with agreed():
         ours = _results(step, batch, lambda: step.run(*step.batch_structure.fresh(batch)))

@@ -14,7 +14,7 @@ from torch.fx.traceback import annotate
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from graphpasses._torch.dynamo import compiled_calls_raise
-from graphpasses._torch.fake_mode import strides_of_kernels
+from graphpasses._torch.fake_mode import is_fake, strides_of_kernels
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_tracing import communication_traced, other_models_refused
 from graphpasses._torch.in_place_collectives import collectives_with_waits
@@ -90,7 +90,8 @@ def trace_step(
         # The tracer gives every name of a tied DTensor a tensor of its own, so ask for every name's gradient;
         # but names of one module, or of one plain tensor, still are one, whose gradient goes to the first.
         named = {fqn: p for fqn, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-        before = {fqn: parameter.grad for fqn, parameter in named.items()}
+        for parameter in named.values():
+            parameter.grad = None  # else backward adds to it
         trained = [(fqn, tensor, is_trained(tensor)) for fqn, tensor in named_state(model)]
         for fqn, tensor in named_state(model):
             for name, value in vars(state[fqn]).items():
@@ -99,8 +100,8 @@ def trace_step(
         mark_parameters(model)
 
         def filled() -> dict[str, nn.Parameter]:
-            """Returns the parameters that have other gradients than before, by FQN."""
-            return {fqn: parameter for fqn, parameter in named.items() if parameter.grad is not before[fqn]}
+            """Returns the parameters that have gradients, by FQN."""
+            return {fqn: parameter for fqn, parameter in named.items() if parameter.grad is not None}
 
         left_tensors = LeftTensors(model)
         given = [args[index] for index in structure.same or range(len(args))]
@@ -154,7 +155,8 @@ def trace_step(
             # In this thread alone calls are seen.
             with torch.autograd.set_multithreading_enabled(False), reads.running(), record:
                 if fsdp_groups(model):  # FSDP2 looks for gradients where backward leaves them
-                    loss.backward()
+                    with _gradients_put_back(loss, parameters):
+                        loss.backward()
                     if read := [fqn for fqn, parameter in filled().items() if parameter in reductions.reduced]:
                         raise CaptureError(_READ_SHARD.format(read[0]))
                     gradients = {each: reductions.reduced.get(each, each.grad) for each in parameters}
@@ -192,6 +194,27 @@ def trace_step(
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
     calls, guards = records[0].calls, decisions.guards
     return Trace(traced, reads, guards, random_calls, calls, held=held, left_values=left_values, **found)
+
+
+@contextmanager
+def _gradients_put_back(loss: torch.Tensor, parameters: Collection[torch.Tensor]) -> Iterator[None]:
+    """Puts back the gradients of a loss's leaves that are none of the parameters: tensors from outside."""
+    known, nodes = {id(each) for each in parameters}, {loss.grad_fn}
+    left, before = [loss.grad_fn], list[tuple[torch.Tensor, torch.Tensor | None]]()
+    while left:
+        node = left.pop()
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in known and not is_fake(leaf):
+            before.append((leaf, leaf.grad))
+            leaf.grad = None  # else backward adds to it
+        found = {each for each, _ in getattr(node, "next_functions", ()) if each is not None} - nodes
+        nodes |= found
+        left += found
+    try:
+        yield
+    finally:
+        for leaf, gradient in before:
+            leaf.grad = gradient
 
 
 def _trace_until_settled(reads: Reads, trace: Callable[[], TracedFunction]) -> TracedFunction:

@@ -368,3 +368,15 @@ def test_clipping_that_fails_in_eager_is_named() -> None:
             "torch.nn.utils.clip_grad_norm_ fails on these gradients, as it does in eager: All operands in "
             "aten.stack.default must have the same mesh"
         )
+
+
+def test_a_refused_model_from_outside_keeps_its_gradients() -> None:
+    with fake_process_group(2):
+        model, critic = nn.Linear(4, 4), nn.Linear(4, 1)
+        fully_shard(model)
+        critic.bias.grad = bias = torch.ones(1)
+        with pytest.raises(CaptureError, match="trainable tensor of shape"):
+            capture_train_step(lambda model, x: critic(model(x)).mean(), model, torch.ones(2, 4))
+        assert critic.weight.grad is None
+        assert critic.bias.grad is bias
+        assert bias.item() == 1

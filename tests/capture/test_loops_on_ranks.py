@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from graphpasses import capture_train_step, default_pipeline
 from graphpasses.errors import CaptureError, GraphPassesError
@@ -106,6 +107,23 @@ def compete(is_captured: bool) -> list[Any]:
     return train(is_captured, [(of_critic, critic, generator, make), (of_generator, generator, critic, make)])
 
 
+def captured_with_gradients(is_captured: bool) -> list[Any]:
+    """Both models hold gradients when the step is captured, to which it adds; the other one is on every rank."""
+    generator, critic = network(0), network(1, out=1, is_sharded=False)
+
+    def loss_fn(generator: nn.Module, z: torch.Tensor) -> torch.Tensor:
+        return critic(generator(z).float()).mean()
+
+    for step in range(NUM_STEPS):
+        z = torch.randn(4, 8)
+        if is_captured and step > 0:
+            capture_train_step(loss_fn, generator, z, others=(critic,))(z)
+        else:
+            loss_fn(generator, z).backward()
+    parameters = (*generator.parameters(), *critic.parameters())
+    return [(each.grad.to_local() if isinstance(each.grad, DTensor) else each.grad).tolist() for each in parameters]
+
+
 def two_optimizers(is_captured: bool) -> list[Any]:
     """Muon for matrices, whose update gathers them, and AdamW for the rest."""
     model = network(0)
@@ -141,6 +159,7 @@ CASES: dict[str, Callable[[bool], list[Any]]] = {
     "teacher on every rank": lambda is_captured: distil(is_captured, is_sharded=False),
     "reference policy": prefer,
     "GAN": compete,
+    "captured with gradients": captured_with_gradients,
     "Muon and AdamW": two_optimizers,
 }
 

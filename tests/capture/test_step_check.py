@@ -168,3 +168,16 @@ def test_a_default_device_that_is_another() -> None:
         step(X)
         step.check(X)
         assert Pipeline(()).run(step)(X).device == X.device
+
+
+def test_a_refused_step_runs_no_hook_that_came_since() -> None:
+    model, held = nn.Linear(4, 4), []
+    optimizer = torch.optim.SGD(model.parameters())
+    step = capture_train_step(lambda model, x: model(x).sum(), model, torch.ones(2, 4), optimizer=optimizer)
+    for register in (optimizer.register_step_post_hook, model.register_forward_hook):
+        hook = register(lambda *args: held.append(args))
+        with pytest.raises(CaptureError, match="hook"):
+            step.check(torch.ones(2, 4))
+        hook.remove()
+    step.check(torch.ones(2, 4))
+    assert not held

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments.harness.outcome import Outcomes
+from experiments.harness.outcome import Outcome, Outcomes
 from experiments.random_programs import running
+from experiments.random_programs.loop import Loop
 from experiments.random_programs.program import Program
 from experiments.random_programs.running import judge, judged, repair, shrunk
 from graphpasses.graph import captured_step
@@ -29,12 +30,12 @@ def run(c):
     torch.manual_seed(0)
     model = Model(8, 8)
     opt = torch.optim.SGD(model.parameters())
-    step = c.step(loss_fn, model, opt, is_inside=False)
+    step = c.step(loss_fn, model)
     for i in range(3):
         x, y = c.floats(i), c.integers(i)
         loss = step(x, y, 1.0)
         opt.step()
-        c.record(loss, model, opt, [], x)
+        c.record(loss=loss, model=model, opt=opt, x=x)
 """
 
 
@@ -70,6 +71,14 @@ def test_lines_at_which_eager_fails_go(tmp_path: Path) -> None:
 
 def test_a_seed_decides_the_program() -> None:
     assert Program(1).source() == Program(1).source() != Program(2).source()
+
+
+def test_bits_of_a_loop_and_its_control_differs(tmp_path: Path) -> None:
+    (path := tmp_path / "loop.py").write_text(Loop(90003).source())
+    assert not repair(path)
+    assert judged(path, ("captured", "pipeline")) == dict.fromkeys(("captured", "pipeline"), Outcome("bits"))
+    path.write_text(path.read_text().replace("set_to_none=False", "set_to_none=c.way == 'captured'"))
+    assert judged(path, ("captured",))["captured"].kind == "differs"
 
 
 @pytest.mark.multiprocess
