@@ -102,7 +102,7 @@ def tensors_kept(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[None]:
     place.
     """
     leaves = ((name, each) for name, each in batch.items() if isinstance(each, torch.Tensor))
-    named = [*held_tensors(model).items(), *model.named_parameters(), *leaves]
+    named = [*_without_containers(model).items(), *model.named_parameters(), *leaves]
     found = [(name, each, _shape(each), _attributes(each)) for name, each in named]
     yield
     for name, tensor, before, attributes in found:
