@@ -12,11 +12,10 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphpasses._torch.operator_facts import tensors
 from graphpasses._torch.pytree import tree_leaves, tree_map
 from graphpasses._torch.schemas import returns_alias
 
-Strides = Mapping[Any, tuple[tuple[int, ...], ...]]
+Strides = Mapping[Any, tuple[tuple[int, ...] | None, ...]]
 """Of a call, by what it is given, those of its results."""
 
 
@@ -38,14 +37,11 @@ class StridesOfEager(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def differs_from(self, graph: fx.Graph) -> bool:
         """Whether a graph was traced with other strides of a call."""
         for node in graph.nodes:
-            if node.op != "call_function" or not isinstance(
-                value := node.meta.get("val"), (torch.Tensor, tuple, list)
-            ):
-                continue
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
-            strides = self.found.get(_key(node.target, args, kwargs))
-            if strides is not None and strides != _strides_of(value):
-                return True
+            if node.op == "call_function":
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
+                ours, theirs = _strides_of(node.meta.get("val")), self.found.get(_key(node.target, args, kwargs))
+                if any(one != two for one, two in zip(ours, theirs or (), strict=False) if two is not None):
+                    return True
         return False
 
 
@@ -61,9 +57,8 @@ def strides_known(known: Strides) -> Iterator[None]:
         strides = iter(known[key])
 
         def restrided(each: Any) -> Any:
-            if not isinstance(each, torch.Tensor) or each.layout is not torch.strided:
-                return each
-            if each.stride() == (its := next(strides)):
+            its = next(strides, None)
+            if its is None or not _is_strided(each) or each.stride() == its:
                 return each
             made = {"dtype": each.dtype, "device": each.device}
             return dispatch(mode, torch.ops.aten.empty_strided.default, (), (each.shape, its), made)
@@ -74,8 +69,13 @@ def strides_known(known: Strides) -> Iterator[None]:
         yield
 
 
-def _strides_of(results: Any) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(each.stride()) for each in tensors(results) if each.layout is torch.strided)
+def _is_strided(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def _strides_of(results: Any) -> tuple[tuple[int, ...] | None, ...]:
+    """Returns the strides of results; None for one that a backward was told to leave out."""
+    return tuple(tuple(each.stride()) if _is_strided(each) else None for each in tree_leaves(results))
 
 
 _PLAIN = (int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -85,6 +85,6 @@ def _key(func: Any, args: Any, kwargs: Any) -> Any:
     """Returns what a call is given, of tensors kinds, sizes and strides; None where a size is no number."""
     found: list[Any] = [func]
     for each in tree_leaves((args, kwargs)):
-        is_strided = isinstance(each, torch.Tensor) and each.layout is torch.strided
+        is_strided = _is_strided(each)
         found += (each.dtype, each.device.type, *each.shape, "strides", *each.stride()) if is_strided else (each,)
     return tuple(found) if all(isinstance(each, _PLAIN) for each in found[1:]) else None
