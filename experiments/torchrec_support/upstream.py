@@ -110,10 +110,10 @@ class _Raised(unittest.TestResult):
 
     error: Exception | None = None
 
-    def addError(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802
+    def addError(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802  unittest names it
         self.error = err[1]
 
-    def addFailure(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802
+    def addFailure(self, test: unittest.TestCase, err: Any) -> None:  # noqa: N802  as the one above
         self.error = err[1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -39,14 +40,18 @@ def num_gradients(call: fx.Node, value: fx.Node) -> int | None:
     if of is None:
         return 0
     made = tree_leaves((result, [*copies.values()]))  # what it writes in place is made, too
-    pending = [each.grad_fn for each in made if isinstance(each, torch.Tensor)]
-    seen = {None, of, *pending}
-    num_found = 0
+    made_by = [each.grad_fn for each in made if isinstance(each, torch.Tensor)]
+    return sum(function is of for function in functions_behind(made_by, of))
+
+
+def functions_behind(functions: Iterable[Any], end: Any = None) -> Iterator[Any]:
+    """Yields the functions of autograd behind some, each as often as one leads to it; none behind ``end``."""
+    pending = [*functions]
+    seen = {None, end, *pending}
     while pending:
-        node = pending.pop()
-        for other, _ in node.next_functions if node not in (None, of) else ():
-            num_found += other is of
+        function = pending.pop()
+        for other, _ in function.next_functions if function not in (None, end) else ():
+            yield other
             if other not in seen:
                 seen.add(other)
                 pending.append(other)
-    return num_found

@@ -14,6 +14,7 @@ from torch.fx.traceback import annotate
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from graphpasses._torch.dynamo import compiled_calls_raise
+from graphpasses._torch.fake_autograd import functions_behind
 from graphpasses._torch.fake_mode import is_fake, strides_of_kernels
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_tracing import communication_traced, other_models_refused
@@ -199,17 +200,12 @@ def trace_step(
 @contextmanager
 def _gradients_put_back(loss: torch.Tensor, parameters: Collection[torch.Tensor]) -> Iterator[None]:
     """Puts back the gradients of a loss's leaves that are none of the parameters: tensors from outside."""
-    known, nodes = {id(each) for each in parameters}, {loss.grad_fn}
-    left, before = [loss.grad_fn], list[tuple[torch.Tensor, torch.Tensor | None]]()
-    while left:
-        node = left.pop()
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in known and not is_fake(leaf):
-            before.append((leaf, leaf.grad))
-            leaf.grad = None  # else backward adds to it
-        found = {each for each, _ in getattr(node, "next_functions", ()) if each is not None} - nodes
-        nodes |= found
-        left += found
+    known = {id(each) for each in parameters}
+    found = (getattr(each, "variable", None) for each in functions_behind([loss.grad_fn]))
+    leaves = {id(leaf): leaf for leaf in found if leaf is not None and id(leaf) not in known and not is_fake(leaf)}
+    before = [(leaf, leaf.grad) for leaf in leaves.values()]
+    for leaf in leaves.values():
+        leaf.grad = None  # else backward adds to it
     try:
         yield
     finally:

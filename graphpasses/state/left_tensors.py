@@ -59,17 +59,14 @@ class Computed:
 
 def leave(model: nn.Module, computed: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     """Gives modules of a model what a step computed, for buffers and attributes, and Python values."""
-    parts: set[str] = set()
+    alone = dict(computed)
 
     def part(each: Any) -> Any:
-        if not isinstance(each, Computed):
-            return copy.copy(each)
-        parts.add(each.name)
-        return computed[each.name]
+        return alone.pop(each.name) if isinstance(each, Computed) else copy.copy(each)
 
     # New lists, which others may change.
-    found = {fqn: pytree.tree_map(part, value) for fqn, value in values.items()}
-    for fqn, value in (found | {name: each for name, each in computed.items() if name not in parts}).items():
+    made = {fqn: pytree.tree_map(part, value) for fqn, value in values.items()}
+    for fqn, value in (made | alone).items():
         owner, _, name = fqn.rpartition(".")
         module = model.get_submodule(owner)
         (module._buffers if name in module._buffers else vars(module))[name] = value
