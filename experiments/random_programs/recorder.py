@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import graphpasses as gp
 from graphpasses._torch.fsdp2 import fsdp_groups
-from graphpasses._torch.fsdp2_accumulation import Accumulators, reducing, unreduced_gradient
+from graphpasses._torch.fsdp2_accumulation import unreduced_gradient
 
 Way = Literal["eager", "again", "control", "captured", "pipeline", "compiled"]
 OURS: tuple[Way, ...] = ("captured", "pipeline", "compiled")
+_SWITCHES = ("set_requires_gradient_sync", "set_requires_all_reduce")  # the first sets the second, too
 
 
 class Recorder:
@@ -36,6 +40,7 @@ class Recorder:
         self.refusals: list[str] = []
         self.warnings: list[str] = []  # of graphpasses
         self._compiled: dict[nn.Module, Any] = {}
+        self._switches: dict[nn.Module, dict[str, bool]] = {}
 
     @property
     def num_ranks(self) -> int:
@@ -50,6 +55,43 @@ class Recorder:
     def _generator(self, step: int) -> torch.Generator:
         rank = dist.get_rank() if dist.is_initialized() else 0
         return torch.Generator().manual_seed(1000 * step + 10 * rank + (self.way == "control" and step == 2))
+
+    @contextmanager
+    def switches_noted(self) -> Iterator[None]:
+        """Notes in the block which modules FSDP2 is told not to reduce: eager's half asks nothing of graphpasses."""
+
+        def note(name: str) -> Callable[..., None]:
+            torchs = getattr(FSDPModule, name)
+
+            def switch(module: Any, on: bool, *, recurse: bool = True) -> None:
+                torchs(module, on, recurse=recurse)
+                for each in filter(is_sharded, module.modules() if recurse else [module]):
+                    self._switches.setdefault(each, {}).update(dict.fromkeys(_SWITCHES[_SWITCHES.index(name) :], on))
+
+            return switch
+
+        with mock.patch.multiple(FSDPModule, **{name: note(name) for name in _SWITCHES}):
+            yield
+
+    def keeps(self, model: nn.Module) -> bool:
+        """Whether FSDP2 was told to keep gradients of a model's next backward, all-reduces only between replicas."""
+        is_hsdp = any(each.device_mesh.ndim > 1 for each in model.parameters() if isinstance(each, DTensor))
+        needed = _SWITCHES if is_hsdp else _SWITCHES[:1]
+        return any(not self._switches.get(each, {}).get(name, True) for each in model.modules() for name in needed)
+
+    @contextmanager
+    def keeping(self, model: nn.Module) -> Iterator[None]:
+        """Lets FSDP2 keep a model's gradients in the block."""
+        sharded = [*filter(is_sharded, model.modules())]
+        noted = {each: dict(self._switches.get(each, {})) for each in sharded}
+        for each in sharded:
+            each.set_requires_gradient_sync(False, recurse=False)
+        try:
+            yield
+        finally:
+            for each in sharded:
+                for name in _SWITCHES:
+                    getattr(each, name)(noted[each].get(name, True), recurse=False)
 
     def step(self, *args: Any, **options: Any) -> Step:
         return Step(self, *args, **options)
@@ -131,7 +173,7 @@ class Step:
     def eager(self, *batch: Any) -> Any:
         """Runs an eager step, which updates nothing where gradients are kept."""
         result = self._backward(*batch)
-        if self._optimizer is not None and not self._keeps:
+        if self._optimizer is not None and not self._recorder.keeps(self._model):
             optimizers = self._optimizer if isinstance(self._optimizer, tuple) else (self._optimizer,)
             if (clip := self._options.get("clip_norm")) is not None:
                 updated = {each for one in optimizers for group in one.param_groups for each in group["params"]}
@@ -144,12 +186,8 @@ class Step:
                 each.zero_grad()
         return result
 
-    @property
-    def _keeps(self) -> bool:
-        return bool(Accumulators(self._model, str, {}, None).kept)
-
     def _kept(self, *batch: Any) -> Any:
-        with reducing(fsdp_groups(self._model), reduces=False):
+        with self._recorder.keeping(self._model):
             return self._backward(*batch)
 
     def _backward(self, *batch: Any) -> Any:
@@ -168,7 +206,7 @@ class Step:
                 if key not in self._captured:
                     self._captured[key] = self._capture(batch)
                 result = getattr(self._captured[key], name)(*batch)
-                if name == "__call__" and not self._keeps:
+                if name == "__call__" and not self._recorder.keeps(self._model):
                     self.grad_norm = self._captured[key].grad_norm
                 return result
             except gp.GraphPassesError as error:
@@ -187,6 +225,11 @@ class Step:
         return gp.default_pipeline(gp.BucketPlan.from_modules([]) if self._recorder.num_ranks == 1 else None).run(
             step
         )
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP2 runs a module."""
+    return isinstance(module, FSDPModule)
 
 
 def loss_of(result: Any) -> Any:

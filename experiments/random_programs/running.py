@@ -51,7 +51,7 @@ def trained(path: Path, way: Way) -> tuple[Recorder, str]:
     torch._dynamo.reset()
     recorder, program = Recorder(way, path.parent / "checkpoint"), ModuleType("program")
     try:
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught, recorder.switches_noted():
             warnings.simplefilter("always")
             exec(compile(path.read_text(), str(path), "exec"), vars(program))
             program.run(recorder)

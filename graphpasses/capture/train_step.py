@@ -32,6 +32,7 @@ from graphpasses.gc_pause import paused_gc
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.batch import check_leaf, same_leaves
 from graphpasses.graph.batch_structure import BatchStructure
+from graphpasses.graph.launches import launches_as_traced
 from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.recapture import FailedElsewhereError
 from graphpasses.graph.several_models import with_others
@@ -100,7 +101,8 @@ def capture_train_step(
             gradient; the model is on meta or has an LSTM that runs in oneDNN; or a captured step would train
             otherwise than eager, see the limits in the documentation.
         FidelityError: eager calls other operators than the traced step, or the same on other values.
-        AgreementError: ranks were given different ``clip_norm``, or optimizers of different classes.
+        AgreementError: ranks were given different ``clip_norm``, ``recapture`` or ``check_every``, or optimizers of
+            different classes; or their steps launch different collectives.
         UnsupportedError: a parameter is sharded over several mesh axes otherwise than evenly by FSDP over tensor
             parallelism, or a group of FSDP2 communicates in a way that a graph cannot.
 
@@ -118,7 +120,8 @@ def capture_train_step(
     model, optimizers = with_others(model, others), Optimizers.of(optimizer)
     # Without a check one rank may capture for others, which wait for its step.
     consensus = RankConsensus.of_model(model if check else nn.Module())
-    consensus.check_update(optimizers, clip_norm)
+    name = None if optimizers is None else optimizers.name
+    consensus.check_given(optimizer=name, clip_norm=clip_norm, recapture=recapture, check_every=check_every)
     capture = partial(_capture, loss_fn, optimizers=optimizers, clip_norm=clip_norm)
     capture = partial(capture, dynamic_shapes=dynamic_shapes, check=check)
     # The eager step communicates: the other ranks would wait in it for one that could not trace.
@@ -198,6 +201,8 @@ def _capture(
         update = None if source is None else trace_update(step, source)
         traced_everywhere()
         # Compare
+        if check:
+            RankConsensus.of_model(model).check_launches({"the step": launches_as_traced(step)})
         if unchecked:
             step.note(f"the capture was not compared with an eager step: {unchecked}")
         elif check:

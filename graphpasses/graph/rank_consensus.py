@@ -20,9 +20,10 @@ from graphpasses._torch.group_ranks import gathered, group_store, mesh_group_nam
 from graphpasses.errors import AgreementError
 from graphpasses.graph.certificate import Certificate, Launch, find_unlike_launch
 from graphpasses.graph.nodes import collective_group
-from graphpasses.state.optimizers import Optimizers
 
 T = TypeVar("T")
+Launches = Mapping[str, Sequence[Launch]]
+"""By what has them."""
 
 
 class RankConsensus:
@@ -69,15 +70,17 @@ class RankConsensus:
             value = gathered(value, group)[0]
         return value
 
-    def check_launches(self, certificate: Certificate | None) -> None:
-        """Raises on all ranks if they launch different collectives and so would wait for ever; None is not known."""
-        if self.groups and self.all_ranks([certificate is not None])[0] and certificate is not None:
-            launches = {"the step": certificate.launches, **certificate.rounding}
-            self._check_alike(launches, _unlike_launches, "launch different collectives")
+    def check_launches(self, launches: Launches) -> None:
+        """Raises on all ranks if they launch different collectives, and so would wait for ever."""
+        self._check_alike(launches, _unlike_launches, "launch different collectives")
 
-    def check_update(self, optimizers: Optimizers | None, clip_norm: float | None) -> None:
-        """Raises on all ranks if they were given optimizers of different classes, or other norms to clip to."""
-        given = {"optimizer": None if optimizers is None else optimizers.name, "clip_norm": clip_norm}
+    def check_proved_launches(self, certificate: Certificate | None) -> None:
+        """Likewise by what is proved of the step on each rank; None is not known, and then it compares nothing."""
+        if self.groups and self.all_ranks([certificate is not None])[0] and certificate is not None:
+            self.check_launches({"the step": certificate.launches, **certificate.rounding})
+
+    def check_given(self, **given: object) -> None:
+        """Raises on all ranks if what they were given for a step, by name, is not the same on all."""
         for name, value in given.items():
             what = f"capture one step with different {name}"
             self._check_alike(repr(value), partial(_unlike, what), f"were given different {name}")
@@ -186,10 +189,7 @@ def _unlike(what: str, one: tuple[int, str], other: tuple[int, str]) -> str | No
     return f"ranks {first} and {rank} {what}: {text} and {another}. Give all ranks the same"
 
 
-_Launches = Mapping[str, Sequence[Launch]]  # by what has them
-
-
-def _unlike_launches(one: tuple[int, _Launches], other: tuple[int, _Launches]) -> str | None:
+def _unlike_launches(one: tuple[int, Launches], other: tuple[int, Launches]) -> str | None:
     (first, launches), (rank, others) = one, other
     places = ((name, find_unlike_launch(launches[name], others[name])) for name in launches if name in others)
     name, place = next((each for each in places if each[1] is not None), ("", None))

@@ -48,8 +48,8 @@ class GuardedCache:
         """Returns the step that all ranks captured with what they decide by now, or captures it."""
         if not self._is_checked:
             update = self.steps[0].update
-            given = (None, None) if update is None else (update.optimizers, update.clip_norm)
-            self._consensus.check_update(*given)
+            given = (None, None) if update is None else (update.optimizers.name, update.clip_norm)
+            self._consensus.check_given(optimizer=given[0], clip_norm=given[1])
             self.check_launches(self.steps[0])
             self._is_checked = True
         if self._is_guarded is None:  # some rank may decide by what the others do not have
@@ -99,4 +99,4 @@ class GuardedCache:
 
     def check_launches(self, step: Step) -> None:
         """Raises on all ranks if they launch different collectives in a step."""
-        self._consensus.check_launches(None if step.report is None else step.report.certificate)
+        self._consensus.check_proved_launches(None if step.report is None else step.report.certificate)

@@ -6,13 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
-import torch
-from torch import fx
-
-from graphpasses._torch.group_ranks import named_group_ranks
-from graphpasses._torch.schemas import named_arguments
 from graphpasses.graph import ALL_TO_ALL
 from graphpasses.graph.certificate import Launch
+from graphpasses.graph.launches import call_of, ranks_of
 from graphpasses.proof.core.values import Piece, Value, Values
 from graphpasses.proof.evaluated import Collective, Evaluated
 from graphpasses.proof.terms import Term
@@ -39,26 +35,9 @@ def launches_of(values: Values, before: Evaluated, after: Evaluated) -> tuple[La
     number = {launch.node: index for index, launch in enumerate(after.collectives)}
     brought = {source: number[node] for source, node in after.made.items() if node in number}
     return tuple(
-        Launch(_call(launch.node), _ranks(launch.group), sent.contents(launch, brought))
+        Launch(call_of(launch.node), ranks_of(launch.group), sent.contents(launch, brought))
         for launch in after.collectives
     )
-
-
-def _ranks(group: str) -> tuple[int, ...]:
-    try:
-        return named_group_ranks(group)
-    except RuntimeError:  # of a group that is gone
-        return ()
-
-
-def _call(node: fx.Node) -> str:
-    sent = [each.meta.get("val") for each in node.all_input_nodes]
-    if node.target == ALL_TO_ALL or not isinstance(sent[0], torch.Tensor):  # each rank has splits of its own
-        return f"{node.target} of {getattr(sent[0], 'dtype', None)}"
-    given = [*named_arguments(node).values()][1:-1]  # between what is sent and the group
-    plain = ", ".join(str(each) for each in given if isinstance(each, (str, int)))
-    sizes = " and ".join(f"{each.numel()} {each.dtype}" for each in sent if isinstance(each, torch.Tensor))
-    return f"{node.target}({plain}) of {sizes}"
 
 
 class _Stand(NamedTuple):

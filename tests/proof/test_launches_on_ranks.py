@@ -109,6 +109,15 @@ def steps() -> dict[str, str]:
     with pytest.raises(AgreementError) as caught:
         turned(torch.ones(2, 4))
     found["turned"] = str(caught.value)
+    # What only one rank does is said before the capture runs an eager step, in which others would wait for ever.
+    model[1].weight.requires_grad_(dist.get_rank() == 0)
+    with pytest.raises(AgreementError) as caught:
+        gp.capture_train_step(lambda model, x: model(x).square().mean(), model, torch.ones(2, 4))
+    found["frozen"] = str(caught.value)
+    every = 2 if dist.get_rank() else None
+    with pytest.raises(AgreementError) as caught:
+        gp.capture_train_step(lambda model, x: model(x).square().mean(), model, torch.ones(2, 4), check_every=every)
+    found["given"] = str(caught.value)
     return found
 
 
@@ -126,6 +135,9 @@ def test_exchange_on_one_rank() -> None:
     assert zero["one rank"] == one["one rank"] == told
     assert "as collective 0 of what pass 'turn' made" in zero["turned"]
     assert "with elements in other places" in zero["turned"] == one["turned"]
+    assert "default(avg, 2) of 20 torch.float32 of gradient 1.weight; gradient 1.bias, rank 1" in zero["frozen"]
+    assert "default(avg, 2) of 4 torch.float32 of gradient 1.bias. Let" in zero["frozen"] == one["frozen"]
+    assert "capture one step with different check_every: None and 2." in zero["given"] == one["given"]
     # Controls: the same on all ranks is one step, and where a rank has no proof nothing is compared.
     assert float(zero["all ranks"]) == float(zero["all ranks, proved on one"]) > 0
 
