@@ -19,7 +19,7 @@ from graphpasses.capture.compile_report import CompileReport
 from graphpasses.capture.refusals import check_materialised
 from graphpasses.errors import GraphPassesError, UnsupportedError
 from graphpasses.state.calls import names_of
-from graphpasses.state.keys import CONTAINERS, MAX_ITEMS, attributes_of, read_cell
+from graphpasses.state.keys import CONTAINERS, attributes_of, items_of, read_cell
 from graphpasses.state.origin import is_users
 
 if TYPE_CHECKING:
@@ -145,8 +145,7 @@ def _reached(value: Any, names: dict[str, None]) -> Iterator[Any]:
     elif isinstance(value, partial):
         yield from (value.func, value.args, value.keywords)
     elif isinstance(value, CONTAINERS):
-        if len(value) <= MAX_ITEMS:
-            yield from value.values() if isinstance(value, dict) else value
+        yield from (item for _, item in items_of(value))
     elif isinstance(value, FunctionType):
         if is_users(value):
             globals_ = _globals_of(value.__code__, names)

@@ -6,7 +6,7 @@ import enum
 import functools
 import pickle
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -110,14 +110,16 @@ def _key(value: Any, left: list[int], inside: tuple[int, ...]) -> Key:
             data = memory.tobytes()
         return Key(own, repr(data) if len(data) < 100 else f"{len(data)} bytes {sha256(data).hexdigest()[:16]}")
     if isinstance(value, CONTAINERS) and id(value) not in inside and len(inside) < _MAX_DEPTH:
-        left[0] -= len(value)
+        base = container_of(own)
+        length = base.__len__(value)
+        left[0] -= length
         if left[0] >= 0:
             inside = (*inside, id(value))
-            if isinstance(value, dict):
-                return Key(own, tuple((part(k), part(v)) for k, v in value.items()))
-            keys = map(part, value)
-            return Key(own, frozenset(keys) if isinstance(value, (set, frozenset)) else tuple(keys))
-        return Key(object, (id(value), len(value)), f"a {own.__name__} of {len(value)}")
+            if issubclass(base, dict):
+                return Key(own, tuple((part(k), part(v)) for k, v in base.items(value)))
+            keys = map(part, base.__iter__(value))
+            return Key(own, frozenset(keys) if issubclass(base, (set, frozenset)) else tuple(keys))
+        return Key(object, (id(value), length), f"a {own.__name__} of {length}")
     held = (id(each) for each in (torch_state(value) or {}).values() if isinstance(each, torch.Tensor))
     return Key(object, (id(value), *held), _name(value))
 
@@ -126,6 +128,20 @@ def _key(value: Any, left: list[int], inside: tuple[int, ...]) -> Key:
 def _plain_kind(kind: type) -> Any:
     """Returns the plain class that a class is, whose text counts: a subclass may say anything of itself."""
     return next((each for each in PLAIN if issubclass(kind, each)), None)
+
+
+@functools.cache
+def container_of(kind: type) -> Any:
+    """Returns Python's own class of a container's, by whose methods it has its items: a subclass may have others."""
+    return next(each for each in (OrderedDict, *CONTAINERS) if issubclass(kind, each))
+
+
+def items_of(value: Any) -> list[tuple[Any, Any]]:
+    """Returns what a container holds, by key or place; nothing of one that is told by identity, as it holds more."""
+    base = container_of(type(value))
+    if base.__len__(value) > MAX_ITEMS:
+        return []
+    return [*(base.items(value) if issubclass(base, dict) else enumerate(base.__iter__(value)))]
 
 
 def _name(value: Any) -> str:
@@ -171,7 +187,7 @@ def has_memory(value: Any) -> bool:
 def changes_in_place(value: Any) -> bool:
     """Whether a value may become another and stay the same object."""
     if isinstance(value, (tuple, frozenset)):
-        return any(map(changes_in_place, value))
+        return any(map(changes_in_place, container_of(type(value)).__iter__(value)))
     if isinstance(value, (*CONTAINERS, MethodType, MappingProxyType)) or is_array(value):
         return True
     return torch_state(value) is not None or (has_memory(value) and not isinstance(value, bytes))
@@ -290,6 +306,9 @@ def _parts_of(value: Any) -> list[Any] | None:
         return [value.__func__, value.__self__]
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
+    if isinstance(value, (dict, list, tuple)):
+        base = container_of(type(value))
+        return [*base.keys(value), *base.values(value)] if issubclass(base, dict) else [*base.__iter__(value)]
     if isinstance(value, Mapping):
         return [*value, *value.values()]
     if isinstance(value, (Sequence, deque)):

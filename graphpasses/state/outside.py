@@ -257,8 +257,7 @@ def refuse_iterator(what: str, value: Any) -> None:
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, CONTAINERS):
-        is_short = len(value) <= keys.MAX_ITEMS
-        return [*(value.items() if isinstance(value, dict) else enumerate(value))] if is_short else []
+        return keys.items_of(value)
     if isinstance(value, types.MappingProxyType):
         return _items(dict(value))
     return [*enumerate(value.ravel().tolist())] if keys.is_array(value) and value.dtype.hasobject else []

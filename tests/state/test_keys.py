@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+import graphpasses as gp
+from graphpasses.errors import CaptureError
 from graphpasses.state.keys import are_alike, key_of
 from graphpasses.state.optimizers import Optimizers, is_number, numbers_of, with_numbers
 from graphpasses.state.slots import Asked, read
@@ -19,6 +21,28 @@ from graphpasses.state.slots import Asked, read
 def test_keys() -> None:
     assert key_of([1, 2.0]) != key_of([1, 2])
     assert key_of([1, {"a": None}]) == key_of([1, {"a": None}])
+
+
+class Silent(tuple[Any, ...]):
+    """Says nothing of its items, as e3nn's ``Irrep`` does."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    __iter__ = __contains__ = __len__  # type: ignore[assignment]
+
+
+def test_containers_that_have_other_methods() -> None:
+    """A container's items are those that Python's own class finds."""
+    one, same, other = Silent((1, [2])), Silent((1, [2])), Silent((1, [3]))
+    assert key_of(one) == key_of(same) != key_of(other)
+    assert are_alike({"a": one}, {"a": same}, {})
+    assert not are_alike({"a": one}, {"a": other}, {})
+    model = torch.nn.Linear(2, 2)
+    step = gp.capture_train_step(lambda model, x: model(x).sum() * tuple.__getitem__(one, 0), model, torch.ones(2))
+    one[1].append(4)
+    with pytest.raises(CaptureError, match=r"one\[1\]"):
+        step(torch.ones(2))
 
 
 class Scale:
