@@ -131,7 +131,7 @@ def _plain_kind(kind: type) -> Any:
 
 
 @functools.cache
-def container_of(kind: type) -> Any:
+def container_of(kind: Any) -> Any:
     """Returns Python's own class of a container's, by whose methods it has its items: a subclass may have others."""
     return next(each for each in (OrderedDict, *CONTAINERS) if issubclass(kind, each))
 
