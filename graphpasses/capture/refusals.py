@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import threading
+import traceback
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -208,6 +209,12 @@ def torchs_errors_named() -> Iterator[None]:
 _SYMBOLIC = re.compile(r"\bSym(Int|Float|Bool)\b|^ufunc '")
 
 
+def _has_read_number(error: Exception) -> bool:
+    """Whether code that raised has a number of a tensor: Python's library may not say of what kind it was given."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return any(map(is_read_number, frame.f_locals.values()))
+
+
 @contextmanager
 def failures_placed() -> Iterator[None]:
     """Adds to an error of the block, which is traced, that the user's code met fake tensors, and where.
@@ -219,7 +226,7 @@ def failures_placed() -> Iterator[None]:
     except GraphPassesError:
         raise
     except Exception as error:
-        if isinstance(error, TypeError) and _SYMBOLIC.search(str(error)):
+        if isinstance(error, TypeError) and (_SYMBOLIC.search(str(error)) or _has_read_number(error)):
             raise CaptureError(
                 f"loss_fn reads a number of a tensor, as by .item(), and at {line_of(error)} makes it a key, formats "
                 f"it, or gives it to code in C ({error}); while a step is traced it is symbolic. Return it, and do "
