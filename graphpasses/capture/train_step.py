@@ -156,8 +156,9 @@ def _capture(
         structure, leaves = replace(structure, shared=structure.shared_in(batch)), structure.leaves(batch)
         for path, leaf in zip(structure.paths, leaves, strict=True):
             check_leaf(path, leaf)
+        consensus = RankConsensus.of_model(model)
         # Ranks ask each other at each call only where they decide by values.
-        if not RankConsensus.of_model(model).groups:
+        if not consensus.groups:
             structure = replace(structure, same=same_leaves(leaves))
         groups = fsdp_groups(model)
         check_unsharded(groups)
@@ -201,8 +202,8 @@ def _capture(
         update = None if source is None else trace_update(step, source)
         traced_everywhere()
         # Compare
-        if check:
-            RankConsensus.of_model(model).check_launches({"the step": launches_as_traced(step)})
+        if check and consensus.groups:
+            consensus.check_launches({"the step": launches_as_traced(step)})
         if unchecked:
             step.note(f"the capture was not compared with an eager step: {unchecked}")
         elif check:

@@ -14,8 +14,8 @@ from graphpasses.graph.train_graph import TrainGraph
 
 def launches_as_traced(graph: TrainGraph) -> tuple[Launch, ...]:
     """Returns the launches of a graph; of what they send, parameters and gradients are named. A proof knows more."""
-    names: dict[fx.Node, tuple[str, ...]]
-    names = {node: (f"parameter {fqn}",) for fqn, node in graph.parameter_placeholders()}
+    names: dict[fx.Node, tuple[str, ...]] = {}
+    names |= {node: (f"parameter {fqn}",) for fqn, node in graph.parameter_placeholders()}
     launched: dict[fx.Node, str] = {}
     brought: dict[fx.Node, None] = {}  # by collectives, and what is made of that alone
     for node in graph.graph.nodes:

@@ -48,8 +48,8 @@ class GuardedCache:
         """Returns the step that all ranks captured with what they decide by now, or captures it."""
         if not self._is_checked:
             update = self.steps[0].update
-            given = (None, None) if update is None else (update.optimizers.name, update.clip_norm)
-            self._consensus.check_given(optimizer=given[0], clip_norm=given[1])
+            name, norm = (None, None) if update is None else (update.optimizers.name, update.clip_norm)
+            self._consensus.check_given(optimizer=name, clip_norm=norm)
             self.check_launches(self.steps[0])
             self._is_checked = True
         if self._is_guarded is None:  # some rank may decide by what the others do not have

@@ -110,7 +110,7 @@ def _key(value: Any, left: list[int], inside: tuple[int, ...]) -> Key:
             data = memory.tobytes()
         return Key(own, repr(data) if len(data) < 100 else f"{len(data)} bytes {sha256(data).hexdigest()[:16]}")
     if isinstance(value, CONTAINERS) and id(value) not in inside and len(inside) < _MAX_DEPTH:
-        base = container_of(value)
+        base = container_of(own)
         length = base.__len__(value)
         left[0] -= length
         if left[0] >= 0:
@@ -130,14 +130,16 @@ def _plain_kind(kind: type) -> Any:
     return next((each for each in PLAIN if issubclass(kind, each)), None)
 
 
-def container_of(value: Any) -> Any:
-    """Returns Python's own class of a container, by whose methods it has its items: a subclass may have others."""
-    return next(each for each in (OrderedDict, *CONTAINERS) if isinstance(value, each))
+@functools.cache
+def container_of(kind: Any) -> Any:
+    """Returns Python's own class of a container's, by whose methods it has its items: a subclass may have others."""
+    return next(each for each in (OrderedDict, *CONTAINERS) if issubclass(kind, each))
 
 
 def items_of(value: Any) -> list[tuple[Any, Any]]:
     """Returns what a container holds, by key or place; nothing of one that is told by identity, as it holds more."""
-    base = container_of(value)
+    kind: Any = type(value)
+    base = container_of(kind)
     if base.__len__(value) > MAX_ITEMS:
         return []
     return [*(base.items(value) if issubclass(base, dict) else enumerate(base.__iter__(value)))]
@@ -186,7 +188,7 @@ def has_memory(value: Any) -> bool:
 def changes_in_place(value: Any) -> bool:
     """Whether a value may become another and stay the same object."""
     if isinstance(value, (tuple, frozenset)):
-        return any(map(changes_in_place, container_of(value).__iter__(value)))
+        return any(map(changes_in_place, container_of(type(value)).__iter__(value)))
     if isinstance(value, (*CONTAINERS, MethodType, MappingProxyType)) or is_array(value):
         return True
     return torch_state(value) is not None or (has_memory(value) and not isinstance(value, bytes))
@@ -306,7 +308,7 @@ def _parts_of(value: Any) -> list[Any] | None:
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
     if isinstance(value, (dict, list, tuple)):
-        base = container_of(value)
+        base = container_of(type(value))
         return [*base.keys(value), *base.values(value)] if issubclass(base, dict) else [*base.__iter__(value)]
     if isinstance(value, Mapping):
         return [*value, *value.values()]
