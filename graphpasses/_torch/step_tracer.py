@@ -21,7 +21,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import _symbolic_trace, proxy
 from torch.fx.experimental import symbolic_shapes
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 from torch.fx.traceback import preserve_node_meta
 from torch.nn.utils.stateless import _reparametrize_module
@@ -149,6 +149,16 @@ def _wrapped(values: Sequence[Any], num: int, layouts: dict[int, SimpleNamespace
 def _of_compiler(name: str, otherwise: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
     context: AbstractContextManager[Any] = getattr(torch.compiler, name, otherwise)()
     return context
+
+
+def trace_as(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    """Lets a traced tensor be another's value from now on, as ``.data`` does; whether that value is traced, too."""
+    mode = get_proxy_mode()
+    traced = None if mode is None else get_proxy_slot(value, mode.tracer, None)
+    if mode is None or traced is None:
+        return False
+    set_proxy_slot(tensor, mode.tracer, traced)
+    return True
 
 
 @contextmanager

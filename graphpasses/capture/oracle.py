@@ -32,7 +32,7 @@ from graphpasses.graph.returned import Returned, loss_of
 from graphpasses.graph.several_models import first_model
 from graphpasses.identity import IdentityMap, named_state, same_bits
 from graphpasses.state.keys import key_of
-from graphpasses.state.left_tensors import LeftTensors, live_state_restored, tensors_kept
+from graphpasses.state.left_tensors import Assigned, LeftTensors, live_state_restored, tensors_kept
 
 Results = dict[str, torch.Tensor | None]
 _States = list[tuple[torch.Generator, torch.Tensor]]
@@ -167,7 +167,7 @@ def run_step(model: nn.Module, run: Callable[[], Any]) -> Results:
     ):
         for parameter in named.values():
             parameter.grad = None
-        in_modules = LeftTensors(model)
+        in_modules, assigned = LeftTensors(model), Assigned(model)
         with tensors_kept(model, {}):
             result = run()
         buffers = {f"buffer {fqn!r}": each for fqn, each in model.named_buffers()}
@@ -183,6 +183,7 @@ def run_step(model: nn.Module, run: Callable[[], Any]) -> Results:
             **{f"unreduced gradient of {place!r}": each for place, each in pending_gradients(model).items()},
             **buffers,
             **left,
+            **{f"data of {fqn!r}": tensor.detach() for fqn, (tensor, _) in assigned.changed().items()},
             **{name: _text_of(each) for name, each in values.items()},
         }
 

@@ -6,7 +6,7 @@ import inspect
 import re
 import threading
 import traceback
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -18,8 +18,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from graphpasses._torch.ddp import is_replicated
 from graphpasses._torch.dynamo import COMPILED_CALL
 from graphpasses._torch.fake_mode import is_fake, watched_in_other_threads
+from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.in_place_collectives import OBJECTS
 from graphpasses._torch.module_hooks import is_compiled
+from graphpasses._torch.schemas import is_tensor_subclass
+from graphpasses._torch.step_tracer import trace_as
 from graphpasses._torch.storage import memories
 from graphpasses._torch.symbols import is_read_number
 from graphpasses.capture.traced_lines import is_traced_code, line_of, user_line
@@ -260,11 +263,17 @@ def other_threads_refused() -> Iterator[None]:
 
 
 @contextmanager
-def other_memory_refused(model: nn.Module) -> Iterator[None]:
-    """Raises if the block, which is traced, assigns to the ``data`` of a tensor, which is no operator of a graph."""
+def assigned_memory(model: nn.Module, batch: Sequence[Any]) -> Iterator[dict[str, torch.Tensor]]:
+    """Traces what the block assigns to the ``data`` of tensors, which is no operator of a graph.
+
+    Yields those of the model, by FQN. Raises where a tensor of the batch or from outside is given other memory, or
+    one that FSDP2 holds.
+    """
     names = {id(tensor): fqn for fqn, tensor in (*model.named_parameters(), *model.named_buffers())}
     data: Any = torch.Tensor.data
-    thread = threading.get_ident()
+    given = {id(each) for each in batch}
+    thread, assigned = threading.get_ident(), dict[str, torch.Tensor]()
+    is_sharded = bool(fsdp_groups(model))
 
     def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
         if threading.get_ident() != thread and not is_fake(tensor):
@@ -273,11 +282,17 @@ def other_memory_refused(model: nn.Module) -> Iterator[None]:
         if _is_same_view(tensor, value):  # as of .data = tensor.data.to(device), on the device where it is
             return
         name = names.get(id(tensor))
+        is_parameter = isinstance(tensor, nn.Parameter)  # of FSDP2, where it has no name
+        is_own = not is_sharded if name else is_fake(tensor) and not is_parameter and id(tensor) not in given
+        if is_own and not is_tensor_subclass(tensor) and trace_as(tensor, value):
+            data.__set__(tensor, value)
+            assigned.update({name: tensor} if name else {})
+            return
         what = f"{name!r}" if name else f"a tensor of shape {list(tensor.shape)}, {tensor.dtype},"
         raise CaptureError(f"{what} {OTHER_MEMORY}, with .data = ... at {user_line()}{WRITE_IN_PLACE}")
 
     with mock.patch.object(torch.Tensor, "data", property(data.__get__, assign)):
-        yield
+        yield assigned
 
 
 def _is_same_view(tensor: torch.Tensor, value: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ from graphpasses.capture.refusals import OTHER_MEMORY, WRITE_IN_PLACE
 from graphpasses.capture.slices import is_literal
 from graphpasses.errors import CaptureError
 from graphpasses.graph import CapturedStep, OutputKind
-from graphpasses.graph.nodes import named_call
+from graphpasses.graph.nodes import named_call, storages
 from graphpasses.identity import named_state
 from graphpasses.state.left_tensors import held_tensors, read_before
 
@@ -72,6 +72,18 @@ def _other_memory(step: CapturedStep, _: RandomCalls) -> str | None:
     for node in step.graph.nodes:
         if getattr(node.target, "overloadpacket", None) is aten.set_:
             return f"a tensor {OTHER_MEMORY}, with {named_call(node)}{WRITE_IN_PLACE}"
+    return None
+
+
+def _shared_memory(step: CapturedStep, _: RandomCalls) -> str | None:
+    """Refuses what is assigned to a tensor's ``data`` and is also another tensor's memory: of the next call, too."""
+    known = storages(*(node for node in step.graph.nodes if node.op in ("placeholder", "get_attr")))
+    # Those that replace a tensor come first: of what is assigned twice the second is found.
+    for item, node in zip(step.outputs, step.output_values, strict=True):
+        if item.kind in (OutputKind.LEFT, OutputKind.MEMORY) and node is not None:
+            if item.kind is OutputKind.MEMORY and storages(node) & known:
+                return f"loss_fn assigns memory of another tensor to the .data of {item.fqn!r}; assign a clone of it"
+            known |= storages(node)
     return None
 
 
@@ -140,6 +152,7 @@ RULES: tuple[StepRule, ...] = (
     _collectives_in_place,
     _branches,
     _other_memory,
+    _shared_memory,
     _sparse_gradients,
     find_random_fault,
     _outside_tensors,

@@ -35,9 +35,10 @@ from graphpasses.graph.accumulation import Marks
 from graphpasses.graph.batch import Varying
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.guards import Guards
+from graphpasses.graph.kinds import GraphOutput, OutputKind
 from graphpasses.graph.returned import Returned, loss_of
 from graphpasses.graph.several_models import first_model
-from graphpasses.identity import IdentityMap, named_state, same_bits
+from graphpasses.identity import IdentityMap, find_state, named_state, same_bits
 from graphpasses.state.kept_tensors import caches_emptied_on_error
 from graphpasses.state.left_tensors import LeftTensors, live_state_restored, tensors_kept
 from graphpasses.state.model import is_trained
@@ -53,7 +54,7 @@ class Trace:
     guards: Guards | None  # the values by which ``loss_fn`` decided
     random_calls: RandomCalls  # what ``loss_fn`` did with random numbers beside drawing torch's
     calls: list[Operator]  # the operators that were called, in order, if they were recorded
-    left: list[str]  # FQNs of the buffers and attributes in which it leaves tensors: outputs before the marks
+    left: list[GraphOutput]  # what it leaves in buffers, attributes and tensors' ``data``: outputs before the marks
     marks: Marks  # where FSDP2 may keep gradients unreduced: the last outputs of the traced function
     taken: Sequence[tuple[Any, ...]]  # by which keys of the batch what ``loss_fn`` takes out of it is reached
     held: Collection[str]  # FQNs of what the user's code also read by references beside the model
@@ -115,7 +116,7 @@ def trace_step(
             answers_as_in_eager(),
             collectives_with_waits(),
             decisions.watched(),
-            refusals.other_memory_refused(model),
+            refusals.assigned_memory(model, given) as assigned,
             refusals.gradients_refused(model),
             refusals.texts_refused(),
             communication_traced(model) as reductions,
@@ -147,6 +148,9 @@ def trace_step(
                         "and a captured step would not. Compute with another tensor: x.detach().requires_grad_(), or "
                         "x * y for x.mul_(y)"
                     )
+            for fqn, tensor in assigned.items():
+                if find_state(model, fqn) is not tensor:
+                    raise CaptureError(f"loss_fn assigns to the .data of {fqn!r}, and replaces it; do one of both")
             refusals.refuse_now_trained(trained, [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)])
             if reductions.reduced or filled():
                 raise CaptureError(_CALLED_BACKWARD)
@@ -169,12 +173,15 @@ def trace_step(
         marks, marked = Marks.of(named, reductions)
         left, values = left_tensors.find(reads.has_read)
         left_values.update(values)
-        found.update(left=[*left], marks=marks, taken=taken, unsharded=reductions.unsharded, returned=returned)
+        found.update(marks=marks, taken=taken, unsharded=reductions.unsharded, returned=returned)
+        found["left"] = [GraphOutput(OutputKind.LEFT, fqn) for fqn in left]
+        found["left"] += [GraphOutput(OutputKind.MEMORY, fqn) for fqn in assigned]
+        in_model = *left.values(), *assigned.values()
         each_gradient = [gradients.pop(parameter, None) for parameter in named.values()]
         return [
             loss,
             *each_gradient,
-            *(each.detach() if torch.is_tensor(each) else each for each in (*left.values(), *others)),
+            *(each.detach() if torch.is_tensor(each) else each for each in (*in_model, *others)),
             *marked,
         ]
 

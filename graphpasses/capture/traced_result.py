@@ -83,14 +83,14 @@ def read_step(
     batch_structure: BatchStructure,
     batch_leaves: Sequence[tuple[str, Any]],
     marks: Marks | None = None,
-    left: Sequence[str] = (),
+    left: Sequence[GraphOutput] = (),
     returned: Returned | None = None,
     **fields: Any,
 ) -> CapturedStep:
     """Makes a step of a trace; ``batch_leaves`` are paths and fake tensors or values, ``fields`` of the step.
 
     ``marks`` are the last values that the traced function returns: where it may be cut; before them come tensors that
-    it leaves in modules, under the FQNs ``left``, and those that ``loss_fn`` has ``returned`` beside the loss.
+    are ``left`` in modules, and those that ``loss_fn`` has ``returned`` beside the loss.
     """
     returned = returned or Returned()
     _make_views(traced.gm)
@@ -116,7 +116,7 @@ def read_step(
     loss_attrs = inner_attrs(traced.output_subclass_layouts.get(0), "the loss")
     outputs = [GraphOutput(OutputKind.LOSS, attr=attr) for attr in loss_attrs]
     outputs += _gradients(traced, [(fqn, parameters[fqn]) for fqn in trainable], first=1)
-    outputs += [GraphOutput(OutputKind.LEFT, fqn) for fqn in left]
+    outputs += left
     outputs += [GraphOutput(OutputKind.RETURNED, path) for path in returned.computed]
 
     described = _described(traced.gm, model, identity, inputs, outputs)

@@ -21,7 +21,7 @@ from graphpasses._torch.symbols import UNDECIDED
 from graphpasses.capture.traced_result import inner_attrs
 from graphpasses.capture.update_numbers import TracedNumbers
 from graphpasses.errors import CaptureError, FidelityError
-from graphpasses.graph import CapturedStep, GraphInput, InputKind, get_state
+from graphpasses.graph import CapturedStep, GraphInput, InputKind, OutputKind, get_state
 from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.several_models import clipped_parameters
 from graphpasses.graph.update import Update, carried_values, clip_gradients
@@ -149,6 +149,12 @@ def find_update(step: CapturedStep, optimizers: Optimizers | None, clip_norm: fl
             "after the model was sharded"
         )
     held = {fqn for group in updated for fqn in group}
+    for fqn in (item.fqn for item in step.outputs if item.kind is OutputKind.MEMORY):
+        if step.identity.canonical(fqn) in held:
+            raise CaptureError(
+                f"loss_fn assigns to the .data of {fqn!r}, and a captured update would write the old memory. Capture "
+                "without optimizer=, and call optimizer.step() after the step; or write it in place, with copy_(...)"
+            )
     if clip_norm is not None:
         held |= {names[each] for each in clipped_parameters(step.model, optimizers)}
     given = [fqn for fqn in trained if fqn in held]

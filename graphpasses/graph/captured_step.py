@@ -367,6 +367,10 @@ class CapturedStep(TrainGraph):
         return [(index, item.fqn) for index, item in enumerate(self.outputs) if item.kind is OutputKind.LEFT]
 
     @cached_property
+    def _assigned(self) -> list[tuple[int, str]]:
+        return [(index, item.fqn) for index, item in enumerate(self.outputs) if item.kind is OutputKind.MEMORY]
+
+    @cached_property
     def _call(self) -> Callable[..., Any]:
         module = self.module if self.update is None else self._updating_module()
         return quick_call(module if self.runs_as is None else self.runs_as(module))
@@ -383,6 +387,8 @@ class CapturedStep(TrainGraph):
 
     def _accumulate(self, flat: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> Any:
         leave(self.model, {fqn: flat[index] for index, fqn in self._left}, self.left_values)
+        for index, fqn in self._assigned:
+            get_state(self.model, fqn).data = flat[index]
         for index, place, is_shared in self._gradient_slots:
             gradient = flat[index]
             if isinstance(place, str):

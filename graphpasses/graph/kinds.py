@@ -43,6 +43,7 @@ class OutputKind(enum.Enum):
     LOSS = "loss"
     GRADIENT = "gradient"
     LEFT = "left tensor"  # what a step leaves in a module: a buffer that forward replaces, an attribute that it sets
+    MEMORY = "memory"  # what forward assigns to the ``data`` of a parameter or a buffer
     RETURNED = "returned value"  # what ``loss_fn`` returns beside the loss
     VALUE = "value"  # anything else: what the model returns, what backward needs
 

@@ -34,7 +34,7 @@ _INPUTS = {
     Stage.BACKWARD: _STATE | {InputKind.VALUE, InputKind.TANGENT},
 }
 _OUTPUTS = {
-    Stage.STEP: {OutputKind.LOSS, OutputKind.GRADIENT, OutputKind.LEFT, OutputKind.RETURNED, OutputKind.VALUE},
+    Stage.STEP: {*OutputKind},
     Stage.DYNAMO: {OutputKind.VALUE},
     Stage.JOINT: {OutputKind.VALUE, OutputKind.GRADIENT},
     Stage.FORWARD: {OutputKind.VALUE},

@@ -142,7 +142,7 @@ class Evaluation(Calls):
                 name = f"{GRADIENT}{graph.identity.canonical(item.fqn)!r}"
                 if node is None:
                     continue
-            elif item.kind in (OutputKind.LEFT, OutputKind.RETURNED):
+            elif item.kind in (OutputKind.LEFT, OutputKind.MEMORY, OutputKind.RETURNED):
                 name = f"{item.kind.value} {item.fqn!r}"
             elif item.kind is OutputKind.VALUE:
                 name = f"output {index}"

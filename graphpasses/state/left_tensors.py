@@ -15,7 +15,9 @@ from torch import nn
 from torch.types import py_sym_types
 
 from graphpasses._torch import pytree
+from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.schemas import is_tensor_subclass
+from graphpasses._torch.storage import memories
 from graphpasses.errors import CaptureError
 from graphpasses.identity import attributes_restored
 from graphpasses.state.keys import key_of
@@ -76,9 +78,11 @@ def leave(model: nn.Module, computed: Mapping[str, Any], values: Mapping[str, An
 def live_state_restored(model: nn.Module) -> Iterator[None]:
     """Restores parameters, buffers, attributes and gradients of a model, and the state of random number generators.
 
-    Tensors are put back, not what was written into them; of attributes that are lists, dicts and sets the items, too.
+    Tensors are put back, also their memory where another was assigned to their ``data``, not what was written into
+    them; of attributes that are lists, dicts and sets the items, too.
     """
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    assigned = Assigned(model)
     numpy, state = sys.modules.get("numpy"), random.getstate()
     numpy_state = None if numpy is None else numpy.random.get_state()
     devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
@@ -88,9 +92,25 @@ def live_state_restored(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
+        for tensor, before in assigned.changed().values():
+            tensor.data = before
         random.setstate(state)
         if numpy is not None:
             numpy.random.set_state(numpy_state)
+
+
+class Assigned:
+    """What was assigned to the ``data`` of a model's tensors since this was made; of FSDP2's, which keeps its own,
+    nothing.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        named = () if fsdp_groups(model) else (*model.named_parameters(), *model.named_buffers())
+        self._before = {fqn: (tensor, tensor.data) for fqn, tensor in named if not is_tensor_subclass(tensor)}
+
+    def changed(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Returns, by FQN, the tensors that lie in other memory than before, and what lies in that."""
+        return {fqn: pair for fqn, pair in self._before.items() if memories(pair[0]) != memories(pair[1])}
 
 
 @contextmanager
@@ -111,9 +131,9 @@ def tensors_kept(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[None]:
                 )
         if str(now := _shape(tensor)) != str(before):  # a size that varies may be known by now
             raise CaptureError(
-                f"loss_fn gives {name!r} another shape in place ({before}, then {now}: sizes, strides), as "
-                "unsqueeze_, resize_ and observers of torch.ao do, and a captured step would not. Compute with "
-                f"another tensor, e.g. x.unsqueeze(1){_FIRST_CALL}"
+                f"loss_fn gives {name!r} another shape in place ({before}, then {now}: sizes, strides, dtype), as "
+                "unsqueeze_, resize_, a cast that is assigned to .data, and observers of torch.ao do, and a captured "
+                f"step would not. Compute with another tensor, e.g. x.unsqueeze(1){_FIRST_CALL}"
             )
 
 
@@ -188,9 +208,9 @@ _IN_CONTAINER = (
 _FIRST_CALL = ". If it does so at the first call only, run loss_fn once before the capture"
 
 
-def _shape(tensor: torch.Tensor) -> tuple[list[Any], ...]:
+def _shape(tensor: torch.Tensor) -> tuple[Any, ...]:
     strides = ([*tensor.stride()],) if tensor.layout == torch.strided else ()
-    return [*tensor.shape], *strides
+    return [*tensor.shape], *strides, tensor.dtype
 
 
 def _attributes(tensor: torch.Tensor) -> dict[str, Any]:

@@ -252,6 +252,9 @@ def test_a_tensor_that_forward_keeps() -> None:
     assert model[0].num_calls == 0
 
 
+OUTSIDE = torch.ones(4, 4)
+
+
 class Averaging(nn.Linear):
     """Keeps a moving average of its weight, or of another tensor's values, in a way that a hook is given."""
 
@@ -263,11 +266,7 @@ class Averaging(nn.Linear):
 
 
 def assign(module: Any, out: torch.Tensor) -> None:
-    module.ema.data = 0.9 * module.ema + 0.1 * module.weight.data
-
-
-def assign_result(module: Any, out: torch.Tensor) -> None:
-    out.data = out.data * 2
+    module.ema.data = OUTSIDE
 
 
 def set_memory(module: Any, out: torch.Tensor) -> None:
@@ -290,11 +289,6 @@ def test_memory_that_stays() -> None:
     ("average", "what", "how"),
     [
         (assign, "'0.ema'", "with .data = ... at {file}:{line} in assign"),
-        (
-            assign_result,
-            "a tensor of shape [2, 4], torch.float32,",
-            "with .data = ... at {file}:{line} in assign_result",
-        ),
         (set_memory, "a tensor", "with aten.set_.source_Tensor"),
     ],
 )
