@@ -33,6 +33,7 @@ from graphpasses.graph.several_models import first_model
 from graphpasses.identity import IdentityMap, named_state, same_bits
 from graphpasses.state.keys import key_of
 from graphpasses.state.left_tensors import Assigned, LeftTensors, live_state_restored, tensors_kept
+from graphpasses.state.model import trained_state
 
 Results = dict[str, torch.Tensor | None]
 _States = list[tuple[torch.Generator, torch.Tensor]]
@@ -159,7 +160,7 @@ def run_step(model: nn.Module, run: Callable[[], Any]) -> Results:
     """Runs a step; returns what it returns, gradients and buffers, by what they are, and puts all but written tensors
     back.
     """
-    named = {f"gradient of {fqn!r}": each for fqn, each in model.named_parameters() if each.requires_grad}
+    named = {f"gradient of {fqn!r}": each for fqn, each in trained_state(model).items()}
     with (
         live_state_restored(model),
         fsdp2_state_restored(model),
@@ -214,7 +215,7 @@ def _eager(
     step: CapturedStep, loss_fn: Callable[..., Any], batch: Sequence[Any], record: AbstractContextManager[Any]
 ) -> Any:
     # As in the trace: with FSDP2 the gradients of all leaves, else those of the parameters alone.
-    parameters = [each for each in step.model.parameters() if each.requires_grad]
+    parameters = list(dict.fromkeys(trained_state(step.model).values()))
     values = step.batch_structure.fresh(batch)
     with record:
         result = loss_fn(first_model(step.model), *values)

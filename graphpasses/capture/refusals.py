@@ -28,7 +28,7 @@ from graphpasses._torch.symbols import is_read_number
 from graphpasses.capture.traced_lines import is_traced_code, line_of, user_line
 from graphpasses.errors import CaptureError, GraphPassesError
 from graphpasses.identity import walk_modules
-from graphpasses.state.model import check_gradient_hooks, is_trained
+from graphpasses.state.model import check_gradient_hooks, is_trained, trained_state
 
 
 def refuse_arguments(*given: Any) -> None:
@@ -70,25 +70,22 @@ def refuse_model(model: nn.Module) -> None:
             raise CaptureError(
                 f"parameter {fqn!r} is of a lazy module, and has no shape yet; run the model once before"
             )
-        check_gradient_hooks(fqn, parameter)
-    for fqn, buffer in model.named_buffers():
-        if is_trained(buffer):
-            raise CaptureError(f"buffer {fqn!r} requires a gradient, {_OF_PARAMETERS} nn.Parameter, or detach it")
+    for fqn, tensor in trained_state(model).items():
+        check_gradient_hooks(fqn, tensor)
 
 
-_OF_PARAMETERS = "and a captured step fills those of parameters; make it an"
+class NowTrainedError(CaptureError):
+    """``loss_fn`` lets buffers require gradients, whose FQNs it has: the step is to be traced with these."""
 
 
 def refuse_now_trained(trained: Iterable[tuple[str, torch.Tensor, bool]], parameters: Collection[str]) -> None:
     """Raises if a tensor gets a gradient that got none before ``loss_fn`` ran, or the other way round."""
-    for fqn, tensor, was in trained:
-        if is_trained(tensor) != was:
-            if fqn in parameters:
-                raise CaptureError(f"loss_fn sets requires_grad of {fqn!r}; set it before the capture")
-            raise CaptureError(
-                f"loss_fn lets buffer {fqn!r} require a gradient, {_OF_PARAMETERS} nn.Parameter, which no optimizer "
-                "updates"
-            )
+    changed = {fqn: was for fqn, tensor, was in trained if is_trained(tensor) != was}
+    for fqn in changed:
+        if fqn in parameters or changed[fqn]:
+            raise CaptureError(f"loss_fn sets requires_grad of {fqn!r}; set it before the capture")
+    if changed:
+        raise NowTrainedError(*changed)
 
 
 def check_materialised(model: nn.Module, when: str) -> None:
@@ -332,7 +329,8 @@ def texts_refused() -> Iterator[None]:
 @contextmanager
 def gradients_refused(model: nn.Module) -> Iterator[None]:
     """Raises if the block, which is traced, reads or sets ``grad`` of a parameter, or of a tensor from outside."""
-    names = {id(parameter): repr(fqn) for fqn, parameter in model.named_parameters()}
+    tensors = (*trained_state(model).items(), *model.named_parameters())
+    names = {id(tensor): repr(fqn) for fqn, tensor in tensors}
     grad: Any = torch.Tensor.grad
     thread = threading.get_ident()
     inside: list[torch.Tensor] = []  # read now: a mode of functions asks for the same again
@@ -342,7 +340,7 @@ def gradients_refused(model: nn.Module) -> Iterator[None]:
             if inside or threading.get_ident() != thread:
                 return access(tensor, *value)
             # Of the step, as x.grad of a penalty.
-            is_own = is_fake(tensor) and not isinstance(tensor, nn.Parameter)
+            is_own = is_fake(tensor) and not (isinstance(tensor, nn.Parameter) or id(tensor) in names)
             # This frame itself is kept in no variable: it would hold the tensor, in a circle.
             reader: Any = inspect.currentframe().f_back  # type: ignore[union-attr]
             is_tracers = reader.f_globals.get("__name__", "").startswith(_READ_GRADIENTS)

@@ -22,6 +22,7 @@ from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.returned import loss_of
 from graphpasses.graph.several_models import first_model
 from graphpasses.identity import same_bits
+from graphpasses.state.model import with_gradients
 
 
 @freed_memory_returned()
@@ -118,7 +119,7 @@ def values_put_back(
 ) -> Iterator[None]:
     """Puts back what is written into tensors, into a model's gradients, and into the state of optimizers."""
     states = [{each: dict(values) for each, values in optimizer.state.items()} for optimizer in optimizers]
-    every: list[Any] = [*tensors, *(each.grad for each in model.parameters())]
+    every: list[Any] = [*tensors, *(each.grad for each in with_gradients(model))]
     every += [value for state in states for values in state.values() for value in values.values()]
     before = [(local, local.clone()) for local in map(local_part, every) if isinstance(local, torch.Tensor)]
     try:

@@ -41,7 +41,7 @@ from graphpasses.graph.several_models import first_model
 from graphpasses.identity import IdentityMap, find_state, named_state, same_bits
 from graphpasses.state.kept_tensors import caches_emptied_on_error
 from graphpasses.state.left_tensors import LeftTensors, live_state_restored, tensors_kept
-from graphpasses.state.model import is_trained
+from graphpasses.state.model import is_trained, trained_state
 from graphpasses.state.reads import Reads
 
 
@@ -91,7 +91,7 @@ def trace_step(
     def step(*args: Any) -> list[torch.Tensor | None]:
         # The tracer gives every name of a tied DTensor a tensor of its own, so ask for every name's gradient;
         # but names of one module, or of one plain tensor, still are one, whose gradient goes to the first.
-        named = {fqn: p for fqn, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+        named = trained_state(model)
         for parameter in named.values():
             parameter.grad = None  # else backward adds to it
         trained = [(fqn, tensor, is_trained(tensor)) for fqn, tensor in named_state(model)]
@@ -101,8 +101,8 @@ def trace_step(
                     setattr(tensor, name, value)
         mark_parameters(model)
 
-        def filled() -> dict[str, nn.Parameter]:
-            """Returns the parameters that have gradients, by FQN."""
+        def filled() -> dict[str, torch.Tensor]:
+            """Returns the parameters, and buffers, that have gradients, by FQN."""
             return {fqn: parameter for fqn, parameter in named.items() if parameter.grad is not None}
 
         left_tensors = LeftTensors(model)

@@ -27,6 +27,7 @@ from graphpasses.graph.nodes import SAME_TENSOR_OPS, argument, reach
 from graphpasses.graph.parameters import get_state, parameter_infos
 from graphpasses.graph.returned import Returned
 from graphpasses.identity import IdentityMap
+from graphpasses.state.model import trained_state
 from graphpasses.state.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -96,13 +97,13 @@ def read_step(
     _make_views(traced.gm)
     give_eagers_formulas(traced.gm.graph)
     identity = IdentityMap.of(model)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
     kinds = [(InputKind.BATCH, path) for path, _ in batch_leaves]
     for index, (_, path) in enumerate(kinds, start=len(traced.state_fqns)):
         if traced.input_subclass_layouts.get(index) is not None:
             raise UnsupportedError(f"{path} is a tensor subclass; pass plain tensors in the batch")
     inputs = _inputs(traced, model, kinds)
-    trainable = [fqn for fqn in traced.state_fqns if fqn in parameters and parameters[fqn].requires_grad]
+    trained = trained_state(model)
+    trainable = [fqn for fqn in traced.state_fqns if fqn in trained]
     cuts = None if marks is None else _take_marks(traced.gm, marks)
     num_others = len(left) + len(returned.computed) + (0 if marks is None else len(marks.names))
     num_returned = traced.num_flat_outputs - num_others
@@ -115,7 +116,7 @@ def read_step(
         )
     loss_attrs = inner_attrs(traced.output_subclass_layouts.get(0), "the loss")
     outputs = [GraphOutput(OutputKind.LOSS, attr=attr) for attr in loss_attrs]
-    outputs += _gradients(traced, [(fqn, parameters[fqn]) for fqn in trainable], first=1)
+    outputs += _gradients(traced, [(fqn, trained[fqn]) for fqn in trainable], first=1)
     outputs += left
     outputs += [GraphOutput(OutputKind.RETURNED, path) for path in returned.computed]
 
@@ -179,7 +180,7 @@ def _inputs(
     traced: TracedFunction | TracedResult, model: nn.Module, others: Sequence[tuple[InputKind, str]]
 ) -> list[GraphInput]:
     """Describes the placeholders of a trace; ``others`` are kinds and names of the inputs that are no state."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False)) | trained_state(model)
     kinds = []
     for fqn in traced.state_fqns:
         get_state(model, fqn)

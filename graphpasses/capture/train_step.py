@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -18,7 +20,7 @@ from graphpasses._torch.operator_recorder import recording_paused
 from graphpasses._torch.strides_of_eager import Strides
 from graphpasses.capture.dynamic_shapes import read_dynamic_shapes
 from graphpasses.capture.oracle import check_step, has_equal_bits, other_strides_of_eager, why_unchecked
-from graphpasses.capture.refusals import refuse_arguments, refuse_model
+from graphpasses.capture.refusals import NowTrainedError, refuse_arguments, refuse_model
 from graphpasses.capture.step_check import check_on_batch
 from graphpasses.capture.step_rules import note_outside, outside_tensors, refuse_step
 from graphpasses.capture.trace import trace_step
@@ -29,7 +31,7 @@ from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.fsdp.canonical import CLIP_NOTE
 from graphpasses.fsdp.plan import BucketPlan, premultiplied_note
 from graphpasses.gc_pause import paused_gc
-from graphpasses.graph import CapturedStep
+from graphpasses.graph import CapturedStep, get_state
 from graphpasses.graph.batch import check_leaf, same_leaves
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.launches import launches_as_traced
@@ -169,7 +171,11 @@ def _capture(
         stage("traces loss_fn and its backward")
         with paused_gc():
             traced = partial(trace_step, loss_fn, model, structure, leaves, varying=varying, strides=strides or {})
-            trace = traced(is_recorded=unchecked is None)
+            try:
+                trace = traced(is_recorded=unchecked is None)
+            except NowTrainedError as error:
+                with _trained([get_state(model, fqn) for fqn in error.args]):
+                    return again(strides=strides)
             refuse_kept_tensors(trace.result)
         # Read
         step = read_step(
@@ -224,3 +230,17 @@ def _capture(
             elif update is not None:
                 step.note("the update was not compared with the optimizer's own: its bits may differ from run to run")
         return step if update is None else step.with_update(update)
+
+
+@contextmanager
+def _trained(buffers: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Lets buffers require gradients, as eager's first step does, and no more if the block fails."""
+    before = [(each, each.requires_grad) for each in buffers]
+    try:
+        for each, _ in before:
+            each.requires_grad_()
+        yield
+    except BaseException:
+        for each, was in before:
+            each.requires_grad_(was)
+        raise

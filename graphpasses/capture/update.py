@@ -139,7 +139,7 @@ def find_update(step: CapturedStep, optimizers: Optimizers | None, clip_norm: fl
             )
         return None
     optimizers.check()
-    names = {get_state(step.model, fqn): fqn for fqn, *_ in step.identity.parameters}
+    names = {get_state(step.model, fqn): fqn for fqn in step.parameters}
     groups = [[names.get(parameter) for parameter in group["params"]] for _, group in optimizers.groups]
     trained = [fqn for fqn in names.values() if fqn not in step.without_gradient]
     updated = [[fqn for fqn in group if fqn in trained] for group in groups]
@@ -184,7 +184,7 @@ def trace_update(step: CapturedStep, source: UpdateSource) -> Update:
         raise CaptureError(
             f"the step of {optimizers.name} fails while it is traced: {type(error).__name__}: {error}"
         ) from error
-    names = {get_state(step.model, fqn): fqn for fqn, *_ in step.identity.parameters}
+    names = {get_state(step.model, fqn): fqn for fqn in step.parameters}
     facts = OptimizerFacts.of(optimizers, names, state, numbers.decisions)
 
     def without(fqns: Collection[str]) -> Update:

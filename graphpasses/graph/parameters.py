@@ -15,6 +15,7 @@ from graphpasses._torch.fsdp2_parameters import replicated_parameters
 from graphpasses._torch.group_ranks import group_ranks
 from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.identity import IdentityMap, find_state
+from graphpasses.state.model import trained_state
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,14 @@ class ParameterInfo:
 
 
 def parameter_infos(model: nn.Module, identity: IdentityMap) -> dict[str, ParameterInfo]:
-    """Returns facts about every parameter, by canonical FQN.
+    """Returns facts about every parameter, and every buffer that gets a gradient, by canonical FQN.
 
     Raises where one is sharded over several mesh axes otherwise than evenly by FSDP over tensor parallelism.
     """
     replicated = replicated_parameters(model)
-    return {fqn: _parameter_info(fqn, get_state(model, fqn), replicated) for fqn, *_ in identity.parameters}
+    trained = trained_state(model)
+    fqns = (*identity.parameters, *(names for names in identity.buffers if names[0] in trained))
+    return {fqn: _parameter_info(fqn, get_state(model, fqn), replicated) for fqn, *_ in fqns}
 
 
 def _parameter_info(

@@ -21,6 +21,7 @@ from graphpasses._torch.storage import memories
 from graphpasses.errors import CaptureError
 from graphpasses.identity import attributes_restored
 from graphpasses.state.keys import key_of
+from graphpasses.state.model import with_gradients
 
 
 def held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -81,7 +82,7 @@ def live_state_restored(model: nn.Module) -> Iterator[None]:
     Tensors are put back, also their memory where another was assigned to their ``data``, not what was written into
     them; of attributes that are lists, dicts and sets the items, too.
     """
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    gradients = [(parameter, parameter.grad) for parameter in with_gradients(model)]
     assigned = Assigned(model)
     numpy, state = sys.modules.get("numpy"), random.getstate()
     numpy_state = None if numpy is None else numpy.random.get_state()

@@ -194,6 +194,19 @@ def is_trained(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and tensor.is_leaf
 
 
+def trained_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the parameters and buffers whose gradients backward fills, under all their FQNs."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    buffers = model.named_buffers(remove_duplicate=False)
+    trained = {fqn: parameter for fqn, parameter in parameters if parameter.requires_grad}
+    return trained | {fqn: buffer for fqn, buffer in buffers if is_trained(buffer)}
+
+
+def with_gradients(model: nn.Module) -> list[torch.Tensor]:
+    """Returns the tensors of a model that may have a gradient."""
+    return [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.is_leaf)]
+
+
 def check_gradient_hooks(fqn: str, parameter: torch.Tensor) -> None:
     """Raises if a hook waits for a parameter's gradient, which a captured step would not call."""
     if find_gradient_hooks([parameter]) is not None:

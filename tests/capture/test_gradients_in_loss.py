@@ -101,16 +101,3 @@ def test_a_batch_that_loss_fn_lets_require_a_gradient(change: Callable[..., torc
         "step would not. Compute with another tensor: x.detach().requires_grad_(), or x * y for x.mul_(y)"
     )
     assert not x.requires_grad
-
-
-def test_a_buffer_that_loss_fn_lets_require_a_gradient() -> None:
-    """As vector-quantize-pytorch makes a loss of a buffer of zero."""
-    model = build()
-    model.zero = nn.Buffer(torch.zeros(()))
-    with pytest.raises(CaptureError) as caught:
-        capture_train_step(lambda model, x: model.zero.requires_grad_() + loss_fn(model, x), model, X)
-    assert str(caught.value) == (
-        "loss_fn lets buffer 'zero' require a gradient, and a captured step fills those of parameters; make it an "
-        "nn.Parameter, which no optimizer updates"
-    )
-    assert not model.zero.requires_grad

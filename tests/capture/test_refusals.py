@@ -203,10 +203,6 @@ def test_a_trained_buffer() -> None:
         "buffer '0.running_mean' had requires_grad=False when the step was captured, and has True now; capture the "
         "step again, or undo the change"
     )
-    assert refused(lambda: captured(model)) == (
-        "buffer '0.running_mean' requires a gradient, and a captured step fills those of parameters; make it an "
-        "nn.Parameter, or detach it"
-    )
 
 
 def test_an_untied_weight() -> None:
