@@ -88,8 +88,9 @@ class Reads:
                         else "keep it in a buffer, or an attribute, of the model"
                     )
                     raise CaptureError(
-                        f"{found.text()}: the code of the step changes it, and a captured step would not. Compute it "
-                        f"from the loss that the step returns, or {instead}; if it is set at the first call only, "
+                        f"{found.text()}: the code of the step changes it, and a captured step would not. Compute "
+                        f"it from the loss that the step returns, or {instead}; what a hook keeps, take out again "
+                        "before loss_fn returns (kept.pop(name), kept.clear()); if it is set at the first call only, "
                         "run loss_fn once before the capture"
                     )
         except Exception:

@@ -198,10 +198,26 @@ def test_a_history_of_losses(number: bool) -> None:
         capture_train_step(loss_fn, build(), X)
     assert str(error.value) == (
         f"'history' was [], and is a list of 1 now: {KEPT}Compute it from the loss that the step returns, or keep "
-        "it in a buffer, or an attribute, of the model; if it is set at the first call only, run loss_fn once before "
-        "the capture"
+        "it in a buffer, or an attribute, of the model; what a hook keeps, take out again before loss_fn returns "
+        "(kept.pop(name), kept.clear()); if it is set at the first call only, run loss_fn once before the capture"
     )
     assert history == []
+
+
+def test_what_a_hook_keeps_until_the_loss_has_read_it() -> None:
+    """As features that a student is to have, too; a hook that keeps another half of them is the control."""
+
+    def losses(*, captured: bool, first: int = 0) -> list[float]:
+        model, kept = build(), dict[str, torch.Tensor]()
+        model.register_forward_hook(lambda module, args, out: kept.update(out=out[first:]))
+
+        def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            return model(x).mean() + kept.pop("out").square().mean()
+
+        step = capture_train_step(loss_fn, model, X) if captured else partial(loss_fn, model)
+        return [step(scale * X).item() for scale in (1.0, 2.0)]
+
+    assert losses(captured=True) == losses(captured=False) != losses(captured=False, first=1)
 
 
 def test_a_hook_that_keeps_activations() -> None:
