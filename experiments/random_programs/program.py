@@ -97,6 +97,7 @@ class Program:
         init += [
             "s.register_buffer('buf', torch.zeros(8))",
             "s.register_buffer('hid', torch.ones(8), persistent=False)",
+            "s.register_buffer('scale', torch.ones(8, requires_grad=True))",
         ]
         init += ["s.register_buffer('cnt', torch.zeros((), dtype=torch.long))"]
         init += [f"s.m0 = {self._random.choice([each for each in kinds if each != 's.m0'])}"]

@@ -131,6 +131,8 @@ class Recorder:
     def _record_module(self, of: str, model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
             self.log(f"{of}.{name}", parameter, parameter.grad)
+        for name, buffer in model.named_buffers():
+            self.log(f"gradient of buffer {of}.{name}", buffer.grad if buffer.is_leaf else None)
         for name, module in model.named_modules():
             kinds = torch.Tensor, int, float, type(None)
             values = {key: value for key, value in vars(module).items() if key[0] != "_" and isinstance(value, kinds)}
