@@ -155,6 +155,7 @@ def trace_step(
             if reductions.reduced or filled():
                 raise CaptureError(_CALLED_BACKWARD)
             _check_loss(loss := loss_of(result), result, list(named))
+            replacing = left_tensors.trained()
             returned, others = Returned.of(result)
             parameters = list(dict.fromkeys(named.values()))
             # In this thread alone calls are seen.
@@ -165,11 +166,15 @@ def trace_step(
                     if read := [fqn for fqn, parameter in filled().items() if parameter in reductions.reduced]:
                         raise CaptureError(_READ_SHARD.format(read[0]))
                     gradients = {each: reductions.reduced.get(each, each.grad) for each in parameters}
+                    also = [each.grad for each in replacing.values()]
                 else:
-                    computed = torch.autograd.grad(loss, parameters, allow_unused=True)
-                    gradients = dict(zip(parameters, computed, strict=True))
+                    computed = torch.autograd.grad(loss, [*parameters, *replacing.values()], allow_unused=True)
+                    gradients, also = dict(zip(parameters, computed, strict=False)), [*computed[len(parameters) :]]
                     for fqn in filled():
                         raise CaptureError(_INNER_BACKWARD.format(fqn))
+        for fqn, gradient in zip(replacing, also, strict=True):
+            if gradient is not None:
+                raise CaptureError(_TRAINS_ANOTHER.format(fqn))
         marks, marked = Marks.of(named, reductions)
         left, values = left_tensors.find(reads.has_read)
         left_values.update(values)
@@ -270,6 +275,12 @@ _INNER_BACKWARD = (  # as those of reversible networks
     "a backward of loss_fn calls backward itself, which fills the gradient of {!r}, and a captured step takes those "
     "that autograd returns. Call torch.autograd.grad there, give the function the parameters, too, and return their "
     "gradients"
+)
+
+
+_TRAINS_ANOTHER = (  # which eager would leave a gradient, and no optimizer has
+    "forward puts another tensor in the place of {!r} and trains that, which no optimizer holds. Compute with what "
+    "was there, and write the new values into it, with copy_(...) under torch.no_grad()"
 )
 
 

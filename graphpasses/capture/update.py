@@ -149,11 +149,11 @@ def find_update(step: CapturedStep, optimizers: Optimizers | None, clip_norm: fl
             "after the model was sharded"
         )
     held = {fqn for group in updated for fqn in group}
-    for fqn in (item.fqn for item in step.outputs if item.kind is OutputKind.MEMORY):
-        if step.identity.canonical(fqn) in held:
+    for fqn in (item.fqn for item in step.outputs if item.kind in (OutputKind.LEFT, OutputKind.MEMORY)):
+        if any(fqn in group for group in groups):
             raise CaptureError(
-                f"loss_fn assigns to the .data of {fqn!r}, and a captured update would write the old memory. Capture "
-                "without optimizer=, and call optimizer.step() after the step; or write it in place, with copy_(...)"
+                f"loss_fn replaces {fqn!r}, or assigns to its .data, and a captured update would write what was "
+                "there. Capture without optimizer=, and call optimizer.step() after the step; or write it in place"
             )
     if clip_norm is not None:
         held |= {names[each] for each in clipped_parameters(step.model, optimizers)}

@@ -16,21 +16,26 @@ from torch.types import py_sym_types
 
 from graphpasses._torch import pytree
 from graphpasses._torch.fsdp2 import fsdp_groups
+from graphpasses._torch.fsdp2_parameters import named_sharded_parameters
 from graphpasses._torch.schemas import is_tensor_subclass
 from graphpasses._torch.storage import memories
 from graphpasses.errors import CaptureError
 from graphpasses.identity import attributes_restored
 from graphpasses.state.keys import key_of
-from graphpasses.state.model import with_gradients
+from graphpasses.state.model import is_trained, with_gradients
 
 
 def held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the buffers of a model, and the tensors that attributes of its modules are, or contain, by FQN."""
+    """Returns what :class:`LeftTensors` looks at: parameters, but for FSDP2's, which come and go, buffers, and the
+    tensors that attributes of modules are, or contain, by FQN.
+    """
     parts = [_parts_of(fqn, container) for fqn, container in _containers(model).items()]
     tensors = {name: each for held in parts for name, each in held.items() if isinstance(each, torch.Tensor)}
-    return _without_containers(model) | {
-        name: each for name, each in tensors.items() if not isinstance(each, nn.Parameter)
-    }
+    return (
+        _parameters_of(model)
+        | _without_containers(model)
+        | {name: each for name, each in tensors.items() if not isinstance(each, nn.Parameter)}
+    )
 
 
 def _held_values(model: nn.Module) -> dict[str, Any]:
@@ -72,7 +77,11 @@ def leave(model: nn.Module, computed: Mapping[str, Any], values: Mapping[str, An
     for fqn, value in (made | alone).items():
         owner, _, name = fqn.rpartition(".")
         module = model.get_submodule(owner)
-        (module._buffers if name in module._buffers else vars(module))[name] = value
+        if name in module._parameters:
+            before = module._parameters[name]
+            module._parameters[name] = nn.Parameter(value, requires_grad=before is not None and before.requires_grad)
+        else:
+            (module._buffers if name in module._buffers else vars(module))[name] = value
 
 
 @contextmanager
@@ -155,6 +164,11 @@ class LeftTensors:
             {fqn: each for fqn, each in values.items() if fqn not in before or key_of(each) != key_of(before[fqn])},
         )
 
+    def trained(self) -> dict[str, torch.Tensor]:
+        """Returns the parameters and buffers that are others than before, by FQN, and may get gradients."""
+        left, own = self.changed()[0], _parameters_of(self._model) | dict(self._model.named_buffers())
+        return {fqn: each for fqn, each in own.items() if left.get(fqn) is each and is_trained(each)}
+
     def find(self, has_read: Callable[[nn.Module, str], bool]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns what the step computed and left, by FQN, and the Python values; raises where a captured step could
         not leave them.
@@ -162,19 +176,20 @@ class LeftTensors:
         ``has_read`` says whether forward read an attribute of a module before it set it.
         """
         left, values = self.changed()
-        own = _without_containers(self._model)
+        own = _parameters_of(self._model) | _without_containers(self._model)
         left = {fqn: each for fqn, each in left.items() if fqn in own}
         left |= {fqn: values.pop(fqn) for fqn in [*values] if isinstance(values[fqn], py_sym_types)}
         for fqn, value in left.items():
             owner, _, name = fqn.rpartition(".")
             module = self._model.get_submodule(owner)
             _refuse_subclass(fqn, value)
-            if name not in module._buffers:
+            if name not in module._buffers and name not in module._parameters:
                 if has_read(module, name):
                     raise CaptureError(read_before(fqn))
             elif (before := _kind(self._held[fqn])) != (now := _kind(value)):
+                what = "buffer" if name in module._buffers else "parameter"
                 raise CaptureError(
-                    f"forward replaces buffer {fqn!r}, {before}, by {now}, and the next call would read another kind "
+                    f"forward replaces {what} {fqn!r}, {before}, by {now}, and the next call would read another kind "
                     f"of tensor than was captured{_FIRST_CALL}"
                 )
         known = self._known | {id(each) for each in self._model.parameters()}  # an RNN's list of its weights
@@ -228,7 +243,14 @@ def _refuse_subclass(fqn: str, value: Any) -> None:
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype}{[*tensor.shape]} on {tensor.device}"
+    kind = f"{tensor.dtype}{[*tensor.shape]} on {tensor.device}"
+    is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    return f"{kind} without a gradient" if is_frozen else kind
+
+
+def _parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    is_sharded, named = bool(fsdp_groups(model)), named_sharded_parameters(model)
+    return {fqn: each for fqn, each in named if not (is_sharded and is_tensor_subclass(each))}
 
 
 def _without_containers(model: nn.Module) -> dict[str, torch.Tensor]:

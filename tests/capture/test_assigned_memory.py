@@ -202,6 +202,6 @@ def test_an_optimizer_in_the_step() -> None:
     with pytest.raises(CaptureError) as caught:
         capture_train_step(trained_weight, made, X, optimizer=torch.optim.SGD(made.parameters(), lr=0.5))
     assert str(caught.value) == (
-        "loss_fn assigns to the .data of '2.weight', and a captured update would write the old memory. Capture "
-        "without optimizer=, and call optimizer.step() after the step; or write it in place, with copy_(...)"
+        "loss_fn replaces '2.weight', or assigns to its .data, and a captured update would write what was there. "
+        "Capture without optimizer=, and call optimizer.step() after the step; or write it in place"
     )
