@@ -40,8 +40,8 @@ from graphpasses.graph.returned import Returned, loss_of
 from graphpasses.graph.several_models import first_model
 from graphpasses.identity import IdentityMap, find_state, named_state, same_bits
 from graphpasses.state.kept_tensors import caches_emptied_on_error
-from graphpasses.state.left_tensors import LeftTensors, live_state_restored, tensors_kept
-from graphpasses.state.model import is_trained, trained_state
+from graphpasses.state.left_tensors import FIRST_CALL, LeftTensors, live_state_restored, tensors_kept
+from graphpasses.state.model import is_trained, structure_kept, trained_state
 from graphpasses.state.reads import Reads
 
 
@@ -128,6 +128,7 @@ def trace_step(
                 compiled_calls_raise(),
                 _module_names_traced(model),
                 refusals.failures_placed(),
+                structure_kept(model, first_call=FIRST_CALL),
                 reads.running(),
                 record,
             ):
@@ -235,8 +236,8 @@ def _trace_until_settled(reads: Reads, trace: Callable[[], TracedFunction]) -> T
         changed = reads.changed()
         again = trace() if changed else traced
         changed_again = reads.changed()
-        for slot, first in changed.items():
-            second = changed_again.get(slot)
+        for slot, (first, key) in changed.items():
+            second, _ = changed_again.get(slot, (None, None))
             last = first.before if second is None else second.now
             texts = [*map(str, (first.before, first.now, last))]
             if second is None or second.now != first.now:
@@ -249,7 +250,7 @@ def _trace_until_settled(reads: Reads, trace: Callable[[], TracedFunction]) -> T
                     f"forward changes attribute {slot.path!r} ({', '.join(texts[:2])}) and computes otherwise "
                     "from then on; a captured step would not. Run forward once before the capture"
                 )
-            slot.others = (*slot.others, first.now)
+            slot.others = (*slot.others, key)
     return traced
 
 

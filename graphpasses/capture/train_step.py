@@ -40,6 +40,7 @@ from graphpasses.graph.recapture import FailedElsewhereError
 from graphpasses.graph.several_models import with_others
 from graphpasses.progress import stage, stages_shown
 from graphpasses.state.kept_tensors import refuse_kept_tensors
+from graphpasses.state.left_tensors import modes_of
 from graphpasses.state.optimizers import Optimizers
 from graphpasses.state.snapshot import Snapshot, check_unsharded
 
@@ -190,7 +191,9 @@ def _capture(
             left_unsharded=frozenset(trace.unsharded),
             left_values=trace.left_values,
             returned=trace.returned,
-            snapshot=Snapshot.of(model, trace.reads.attributes, trace.reads.names, trace.held),
+            snapshot=Snapshot.of(
+                model, trace.reads.attributes, trace.reads.names, trace.held, modes_of(trace.left_values)
+            ),
             checker=partial(check_on_batch, loss_fn),
         )
         # Refuse

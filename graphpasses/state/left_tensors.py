@@ -20,7 +20,7 @@ from graphpasses._torch.fsdp2_parameters import named_sharded_parameters
 from graphpasses._torch.schemas import is_tensor_subclass
 from graphpasses._torch.storage import memories
 from graphpasses.errors import CaptureError
-from graphpasses.identity import attributes_restored
+from graphpasses.identity import RESTORED, attributes_restored, put_back
 from graphpasses.state.keys import key_of
 from graphpasses.state.model import is_trained, with_gradients
 
@@ -39,7 +39,7 @@ def held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _held_values(model: nn.Module) -> dict[str, Any]:
-    """Returns the attributes of a model's modules that are Python values, not objects, by FQN."""
+    """Returns the modes of a model's modules, and attributes that are Python values, not objects, by FQN."""
     return {
         fqn: value
         for fqn, module, value in _attributes_of(model)
@@ -56,6 +56,19 @@ def read_before(fqn: str) -> str:
         f"else make it a buffer, e.g. register_buffer({fqn.rpartition('.')[2]!r}, ..., persistent=False), which a "
         "step reads anew"
     )
+
+
+def modes_of(values: Mapping[str, Any]) -> list[str]:
+    """Returns the FQNs of the modules whose modes are among values of attributes."""
+    paths = (fqn.rpartition(".") for fqn in values)
+    return [owner for owner, _, name in paths if name == "training"]
+
+
+@dataclass(frozen=True)
+class Same:
+    """Stands for a list, dict or set that stays the same object, and gets these items."""
+
+    items: Any
 
 
 @dataclass(frozen=True)
@@ -77,11 +90,15 @@ def leave(model: nn.Module, computed: Mapping[str, Any], values: Mapping[str, An
     for fqn, value in (made | alone).items():
         owner, _, name = fqn.rpartition(".")
         module = model.get_submodule(owner)
-        if name in module._parameters:
-            before = module._parameters[name]
-            module._parameters[name] = nn.Parameter(value, requires_grad=before is not None and before.requires_grad)
-        else:
-            (module._buffers if name in module._buffers else vars(module))[name] = value
+        places = module._parameters, module._buffers, vars(module)
+        place: Any = next((each for each in places if name in each), vars(module))
+        before = place.get(name)
+        if isinstance(value, Same):
+            put_back(before, copy.deepcopy(value.items))
+        elif place is module._parameters:
+            place[name] = nn.Parameter(value, requires_grad=before.requires_grad)
+        elif before is not value:
+            place[name] = value
 
 
 @contextmanager
@@ -137,13 +154,13 @@ def tensors_kept(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[None]:
             if value is not attributes.get(attribute, named):
                 raise CaptureError(
                     f"loss_fn sets an attribute {attribute!r} of {name!r}, and a captured step would not. Set one of "
-                    f"a module{_FIRST_CALL}"
+                    f"a module{FIRST_CALL}"
                 )
         if str(now := _shape(tensor)) != str(before):  # a size that varies may be known by now
             raise CaptureError(
                 f"loss_fn gives {name!r} another shape in place ({before}, then {now}: sizes, strides, dtype), as "
                 "unsqueeze_, resize_, a cast that is assigned to .data, and observers of torch.ao do, and a captured "
-                f"step would not. Compute with another tensor, e.g. x.unsqueeze(1){_FIRST_CALL}"
+                f"step would not. Compute with another tensor, e.g. x.unsqueeze(1){FIRST_CALL}"
             )
 
 
@@ -152,16 +169,17 @@ class LeftTensors:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._held, self._values = held_tensors(model), _held_values(model)
+        self._held = held_tensors(model)
+        self._keys = {fqn: key_of(value) for fqn, value in _held_values(model).items()}
         self._attributes = {fqn: value for fqn, _, value in _attributes_of(model)}
         self._known = {id(each) for value in _containers(model).values() for each in _leaves(value)}
 
     def changed(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the tensors that are others than before, by FQN, and the Python values."""
-        left, values, before = held_tensors(self._model), _held_values(self._model), self._values
+        left, values = held_tensors(self._model), _held_values(self._model)
         return (
             {fqn: each for fqn, each in left.items() if each is not self._held.get(fqn)},
-            {fqn: each for fqn, each in values.items() if fqn not in before or key_of(each) != key_of(before[fqn])},
+            {fqn: each for fqn, each in values.items() if self._keys.get(fqn) != key_of(each)},
         )
 
     def trained(self) -> dict[str, torch.Tensor]:
@@ -176,6 +194,8 @@ class LeftTensors:
         ``has_read`` says whether forward read an attribute of a module before it set it.
         """
         left, values = self.changed()
+        for fqn in self._attributes.keys() - {fqn for fqn, *_ in _attributes_of(self._model)}:
+            raise CaptureError(f"forward deletes attribute {fqn!r}, and a captured step would not{FIRST_CALL}")
         own = _parameters_of(self._model) | _without_containers(self._model)
         left = {fqn: each for fqn, each in left.items() if fqn in own}
         left |= {fqn: values.pop(fqn) for fqn in [*values] if isinstance(values[fqn], py_sym_types)}
@@ -190,8 +210,11 @@ class LeftTensors:
                 what = "buffer" if name in module._buffers else "parameter"
                 raise CaptureError(
                     f"forward replaces {what} {fqn!r}, {before}, by {now}, and the next call would read another kind "
-                    f"of tensor than was captured{_FIRST_CALL}"
+                    f"of tensor than was captured{FIRST_CALL}"
                 )
+        for fqn, value in values.items():
+            if value is self._attributes.get(fqn) and isinstance(value, RESTORED):
+                values[fqn] = Same(value.copy())
         known = self._known | {id(each) for each in self._model.parameters()}  # an RNN's list of its weights
         known |= {id(each) for fqn, each in own.items() if fqn not in left}
         for fqn, container in _containers(self._model).items():
@@ -213,7 +236,7 @@ class LeftTensors:
         return left, values
 
 
-_MODULE_STATE = frozenset(vars(nn.Module()))
+_MODULE_STATE = frozenset(vars(nn.Module())) - {"training"}
 COMPUTED = (torch.Tensor, *py_sym_types)
 """What a step computes: a number that it reads of a tensor, as by ``.item()``, is symbolic while it is traced."""
 _IN_CONTAINER = (
@@ -221,7 +244,7 @@ _IN_CONTAINER = (
     "what reads it later would find an old one. Make a new list, tuple or dict in each forward, of nothing else, or "
     "keep it in an attribute, or a buffer, of its own"
 )
-_FIRST_CALL = ". If it does so at the first call only, run loss_fn once before the capture"
+FIRST_CALL = ". If it does so at the first call only, run loss_fn once before the capture"
 
 
 def _shape(tensor: torch.Tensor) -> tuple[Any, ...]:

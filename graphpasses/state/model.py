@@ -5,7 +5,8 @@ Whether it is as a step saw it last is asked of what Python and torch know of wr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from operator import is_
@@ -16,6 +17,7 @@ from torch import nn
 
 from graphpasses._torch.module_hooks import dict_versions, guard_of, have_hooks, hook_ids, parts_of
 from graphpasses._torch.optimizers import find_gradient_hooks
+from graphpasses._torch.schemas import is_tensor_subclass
 from graphpasses._torchtitan import wrapped_class
 from graphpasses.errors import CaptureError
 from graphpasses.identity import walk_modules
@@ -39,9 +41,11 @@ class ModelStructure:
     parameters: frozenset[int]  # the positions of parameters; the others are buffers'
     trainable: Mapping[int, bool]  # by first position of a tensor, whether it gets a gradient
     kinds: list[TensorFacts | None]  # of the tensors
+    set_modes: frozenset[int] = frozenset()  # positions of modules whose mode forward sets itself
 
     @classmethod
-    def of(cls, model: nn.Module) -> ModelStructure:
+    def of(cls, model: nn.Module, set_modes: Collection[str] = ()) -> ModelStructure:
+        """Reads a model; of modules whose FQNs are in ``set_modes`` forward sets the mode before it reads it."""
         modules = [*model.modules()]
         names = [(tuple(module._parameters), tuple(module._buffers)) for module in modules]
         sizes = (len(of_parameters) + len(of_buffers) for of_parameters, of_buffers in names)
@@ -62,7 +66,9 @@ class ModelStructure:
         }
         fqns = tuple(paths[module] for module in modules)
         of_parameters = frozenset(chain.from_iterable(parameters))
-        return cls(modules, fqns, _facts(modules), names, slots, first, of_parameters, trainable, _kinds(tensors))
+        modes = frozenset(index for index, fqn in enumerate(fqns) if fqn in set_modes)
+        facts, kinds = _facts(modules, modes), _kinds(tensors)
+        return cls(modules, fqns, facts, names, slots, first, of_parameters, trainable, kinds, modes)
 
     def for_model(self, model: nn.Module, groups: Mapping[str, str]) -> ModelStructure:
         """Returns the structure of another model; raises where that is not built as this one was."""
@@ -91,7 +97,7 @@ class ModelStructure:
         modules = [*model.modules()]
         if len(modules) != len(self.paths):
             raise changed("the model", f"{len(self.paths)} modules", len(modules), has=True)
-        if (facts := _facts(modules)) != self.facts:
+        if (facts := _facts(modules, self.set_modes)) != self.facts:
             for path, before, now in zip(self.paths, self.facts, facts, strict=True):
                 counts = zip(_FACTS, before, now, counting(*before), counting(*now), strict=True)
                 for name, was, is_now, counted, counts_now in counts:
@@ -216,14 +222,43 @@ def check_gradient_hooks(fqn: str, parameter: torch.Tensor) -> None:
         )
 
 
-def _facts(modules: Iterable[nn.Module]) -> list[tuple[Any, ...]]:
+@contextmanager
+def structure_kept(model: nn.Module, *, first_call: str) -> Iterator[None]:
+    """Raises if the block, a forward, changes which modules a model has, their ties, or what counts of them, but for
+    their modes; ``first_call`` ends the message.
+    """
+    before, modules = dict(model.named_modules()), [*model.modules()]
+    every = frozenset(range(len(modules)))
+    names = [(tuple(module._parameters), tuple(module._buffers)) for module in modules]
+
+    def ties() -> list[int]:
+        # Of a DTensor each name is traced by a tensor of its own, and FSDP2 puts others there.
+        return _first([None if is_tensor_subclass(each) else each for each in _tensors(modules, names)])
+
+    facts, tied = _facts(modules, every), ties()
+    yield
+    for fqn, module in model.named_modules():
+        if before.get(fqn) is not module:
+            what = "puts another module in the place of" if fqn in before else "adds a module,"
+            raise CaptureError(f"forward {what} {fqn!r}, and a captured step would not{first_call}")
+    for fqn, known, now in zip(before, facts, _facts(modules, every), strict=True):
+        for name, was, is_now in zip(_FACTS, known, now, strict=True):
+            if was != is_now and name != "names":  # whose parameters and buffers are looked at elsewhere
+                what = f"{fqn}.{name}".lstrip(".")
+                raise CaptureError(f"forward changes {what!r} of a module, and a captured step would not{first_call}")
+    if any(was != now for was, now in zip(tied, ties(), strict=True) if -1 not in (was, now)):
+        raise CaptureError(f"forward ties two parameters, or parts them, and a captured step would not{first_call}")
+
+
+def _facts(modules: Iterable[nn.Module], set_modes: Collection[int] = ()) -> list[tuple[Any, ...]]:
     facts: list[tuple[Any, ...]] = []
-    for module in modules:
+    for index, module in enumerate(modules):
         state = vars(module)
         # A module that was set and taken out again (a cache) leaves a name: whoever reads it finds None, as before.
         children = (name for name, module in state["_modules"].items() if module is not None)
         names = (*state["_parameters"], *state["_buffers"], *children)
-        facts.append((type(module), state["training"], state.get("forward"), hook_ids(module), names))
+        mode = None if index in set_modes else state["training"]
+        facts.append((type(module), mode, state.get("forward"), hook_ids(module), names))
     return facts
 
 

@@ -19,7 +19,7 @@ from graphpasses._torch.module_hooks import hooks
 from graphpasses.errors import CaptureError
 from graphpasses.identity import walk_modules
 from graphpasses.state.calls import calls_watched, stored_names
-from graphpasses.state.keys import MISSING, attributes_of, key_of
+from graphpasses.state.keys import MISSING, Key, attributes_of, key_of
 from graphpasses.state.origin import is_torchs, is_users, is_users_code, users_modules
 from graphpasses.state.outside import Outside, refuse_iterator
 from graphpasses.state.slots import Difference, Owner, Slot, read
@@ -129,14 +129,16 @@ class Reads:
             open_(name, tensor)
         open_(getattr(self._loss_fn, "__name__", type(self._loss_fn).__name__), self._loss_fn)
 
-    def changed(self) -> dict[Slot, Difference]:
-        """Returns the attributes that are others than when they were first read, but for tensors and functions."""
-        found: dict[Slot, Difference] = {}
+    def changed(self) -> dict[Slot, tuple[Difference, Key]]:
+        """Returns the attributes that are others than when they were first read, but for tensors and functions, how
+        they differ, and their keys now.
+        """
+        found: dict[Slot, tuple[Difference, Key]] = {}
         for owner in self.attributes:
             for slot in owner.slots.values():
-                difference = slot.difference(read(owner.value, slot.name), strict=True)
+                difference = slot.difference(value := read(owner.value, slot.name), strict=True)
                 if difference is not None and difference.now.kind is not object:
-                    found[slot] = difference
+                    found[slot] = difference, key_of(value)
         return found
 
     # ---- functions that run ----------------------------------------------------------------------------

@@ -1,0 +1,109 @@
+"""What forward changes in the modules that it runs: a step leaves it as eager does, or is refused by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphpasses import capture_train_step
+from graphpasses.errors import CaptureError
+
+X = torch.arange(12.0).reshape(3, 4).cos()
+
+
+class Changing(nn.Module):
+    def __init__(self, change: Callable[[Any, torch.Tensor], None]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.change = change
+        self.linear, self.other, self.dropout = nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(0.5)
+        self.facts: dict[str, Any] = {"rows": 0}
+        self.seen: set[int] = set()
+        self.note: str | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.change(self, x)
+        return self.dropout(self.linear(x)).square().mean()
+
+
+def freezes(model: Any, x: torch.Tensor) -> None:
+    model.dropout.eval()
+
+
+def counts_rows(model: Any, x: torch.Tensor) -> None:
+    model.facts["rows"] = len(x)
+    model.seen.add(len(x))
+
+
+def empties(model: Any, x: torch.Tensor) -> None:
+    model.facts.clear()
+    model.facts.update(sizes=[*x.shape])
+
+
+@pytest.mark.parametrize("change", [freezes, counts_rows, empties])
+def test_what_a_step_leaves_as_eager_does(change: Callable[[Any, torch.Tensor], None]) -> None:
+    def trained(*, captured: bool) -> list[Any]:
+        model = Changing(change)
+        facts, found = model.facts, list[Any]()
+        step: Any = model
+        if captured:
+            step = capture_train_step(lambda model, x: model(x), model, X)
+            assert (model.facts, model.seen, model.dropout.training) == ({"rows": 0}, set(), True)
+        for scale in (1.0, 2.0, 3.0):
+            model.train()
+            found += [step(scale * X).item(), copy.deepcopy(model.facts), {*model.seen}, model.dropout.training]
+        return [*found, facts is model.facts]
+
+    assert trained(captured=True) == trained(captured=False)
+
+
+def hooked(model: Any, x: torch.Tensor) -> None:
+    model.linear.register_forward_hook(lambda module, args, out: 2 * out)
+
+
+def another_forward(model: Any, x: torch.Tensor) -> None:
+    model.linear.forward = lambda x: 2 * x
+
+
+def swapped(model: Any, x: torch.Tensor) -> None:
+    model.linear, model.other = model.other, model.linear
+
+
+def added(model: Any, x: torch.Tensor) -> None:
+    model.more = nn.Tanh()
+
+
+def tied(model: Any, x: torch.Tensor) -> None:
+    model.other.weight = model.linear.weight
+
+
+def deleted(model: Any, x: torch.Tensor) -> None:
+    del model.note
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (hooked, "forward changes 'linear.hooks' of a module,"),
+        (another_forward, "forward changes 'linear.forward' of a module,"),
+        (swapped, "forward puts another module in the place of 'linear',"),
+        (added, "forward adds a module, 'more',"),
+        (tied, "forward ties two parameters, or parts them,"),
+        (deleted, "forward deletes attribute 'note',"),
+    ],
+)
+def test_what_a_step_does_not_leave(change: Callable[[Any, torch.Tensor], None], what: str) -> None:
+    model = Changing(change)
+    with pytest.raises(CaptureError) as caught:
+        capture_train_step(lambda model, x: model(x), model, X, check=False)
+    assert str(caught.value) == (
+        f"{what} and a captured step would not. If it does so at the first call only, run loss_fn once before the "
+        "capture"
+    )
+    model.change = lambda model, x: None
+    capture_train_step(lambda model, x: model(x), model, X).check(2 * X)
