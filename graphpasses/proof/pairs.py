@@ -114,8 +114,7 @@ def _evaluate_updates(before: TrainGraph, after: TrainGraph, pair: Pair) -> None
             given = _given_to(graph, pair.two) | done.written
             constants = held if graph is before else None
             then = Evaluation(update, pair.values, known, given, constants, done).run()
-            pair.updated.update(then.written)
-            done.go_on(then)
+            pair.updated.update(done.go_on(then))
 
 
 def _update_of(graph: TrainGraph, two: Evaluated) -> TrainGraph | None:
