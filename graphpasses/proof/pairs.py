@@ -16,6 +16,7 @@ from graphpasses.graph import DynamoGraph, Stage, TrainGraph
 from graphpasses.graph.nodes import attribute
 from graphpasses.proof.calls import GRADIENT
 from graphpasses.proof.core.facts import Facts
+from graphpasses.proof.core.operators import AXIOMS
 from graphpasses.proof.core.values import Value
 from graphpasses.proof.difference import place_of
 from graphpasses.proof.evaluate import Evaluation
@@ -40,6 +41,8 @@ def why_not_evaluated(before: TrainGraph, after: TrainGraph) -> str:
     """Returns why no rule looks into two graphs; empty where some do."""
     if before.stage is not after.stage:
         return f"it is a {after.stage.value} graph, not a {before.stage.value} graph"
+    if after.runs_as is not None and getattr(after.runs_as, "axiom", None) not in AXIOMS:
+        return "another module than the graph's runs (runs_as), into which no rule looks"
     modules = [each.module for graph in (before, after) for each in (graph, graph.update) if each is not None]
     nodes = (node for module in modules for node in module.graph.nodes)
     reasons = (_why_no_rule(node, calls_methods=isinstance(before, DynamoGraph)) for node in nodes)
