@@ -21,7 +21,7 @@ from graphpasses.fusion.adversarial import find_difference
 from graphpasses.fusion.exact_operators import has_fixed_sizes, is_exact, run_exactly, sizes_of
 from graphpasses.fusion.kept import keep, read_kept
 from graphpasses.fusion.list_updates import UPDATES, UpdateKernels, Updates
-from graphpasses.fusion.measured import functions_in
+from graphpasses.fusion.measured import exact_functions, functions_in
 from graphpasses.fusion.regions import is_large, is_only_view, marked_regions
 from graphpasses.graph.nodes import freeze, named_call
 from graphpasses.progress import stage, stages_shown
@@ -163,14 +163,28 @@ class VaryingRegion(nn.Module):
         return self._all[calls.key()]
 
 
+@dataclass(frozen=True)
+class CompiledRegions:
+    """Makes the module that runs of one whose nodes are marked, see :func:`compile_regions`."""
+
+    kernels: dict[Hashable, Kernel]
+    axiom = "exact kernels"  # for what a proof takes it
+
+    def __call__(self, module: fx.GraphModule) -> fx.GraphModule:
+        return compile_regions(module, self.kernels)
+
+
 def compile_regions(module: fx.GraphModule, kernels: dict[Hashable, Kernel]) -> fx.GraphModule:
     """Returns a module that runs each marked region as one kernel; adds those it compiles to ``kernels``.
 
-    Raises PipelineError where a region does not stand together any more, or a kernel has other bits than eager's.
+    Raises PipelineError where a region does not stand together any more, has a call that is not exact, or a kernel
+    with other bits than eager's.
     """
-    regions = [what_runs(nodes) for nodes in marked_regions(module.graph)]
-    if not regions:
+    marked = marked_regions(module.graph)
+    if not marked:
         return module
+    _check_exact(marked)
+    regions = [*map(what_runs, marked)]
     _compile([each for each in regions if each.has_fixed_sizes], kernels)
     graph = copy_graph(module.graph)
     copies = dict(zip(module.graph.nodes, graph.nodes, strict=True))
@@ -206,6 +220,20 @@ def _compile(regions: Sequence[Calls | Updates], kernels: dict[Hashable, Kernel]
 
 def what_runs(nodes: tuple[fx.Node, ...]) -> Calls | Updates:
     return Updates.of(nodes) if nodes[0].target in UPDATES else Calls.of(nodes)
+
+
+def _check_exact(regions: Sequence[tuple[fx.Node, ...]]) -> None:
+    """Raises if a pass has marked what no rule says to be exact; updates run what they know alone."""
+    regions = [nodes for nodes in regions if nodes[0].target not in UPDATES]
+    measured = exact_functions(functions_in(node for nodes in regions for node in nodes))
+    for nodes in regions:
+        members = set(nodes)
+        for node in nodes:
+            is_view = is_only_view(node) and node.all_input_nodes[0] in members
+            if not is_view and not is_exact(node, measured):
+                raise PipelineError(
+                    f"{node.name} is marked as part of an exact kernel, and is not: {named_call(node)}"
+                )
 
 
 def _check_place(calls: Calls | Updates) -> None:

@@ -86,6 +86,9 @@ def are_drawn_alike(values: Values, one: int, two: int) -> bool:
     """Whether the same operators drew random numbers in one order, if perhaps for other values."""
     while one != two:
         a, b = values.key(one), values.key(two)
+        if a[0] == b[0] == "state set" and len(a) == len(b) == 4:  # of one generator of several, to what it was
+            one, two = a[3], b[3]
+            continue
         if not a[0] == b[0] == "random state after" or _without_values(a[1][1]) != _without_values(b[1][1]):
             return False
         one, two = a[1][2], b[1][2]

@@ -39,8 +39,9 @@ from graphpasses.ops.join_lookups import JOIN_BAGS
 from graphpasses.ops.pack_all_to_all import PACK, PACK_POOLED_EMBEDDINGS, UNPACK
 from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
 from graphpasses.proof import movement
-from graphpasses.proof.calls import GRADIENT, LOSS, Calls, draws_elsewhere, is_function
-from graphpasses.proof.core.facts import Facts, Leaf, Place
+from graphpasses.proof.arrivals import Arrivals
+from graphpasses.proof.calls import GRADIENT, LOSS, draws_elsewhere, is_function
+from graphpasses.proof.core.facts import Facts
 from graphpasses.proof.core.operators import AXIOMS, RULES
 from graphpasses.proof.core.values import Result, Value
 from graphpasses.proof.core.views import known_size
@@ -56,7 +57,6 @@ aten = torch.ops.aten
 # By name: TorchRec defines them, if it is there.
 _TO_COLUMNS, _FROM_COLUMNS = (f"torchrec._split_1d_cat_2d{name}.default" for name in ("", "_backward_impl"))
 _SPLIT = RULES[aten.split_with_sizes.default][1]
-_READS_NONE = METADATA_OPS | {WAIT}
 # By name: torch has these operators where its module of them was imported.
 OFFLOADING = frozenset({"ao.offload.default", "ao.reload.default", "ao.wait_tensor.default"})
 
@@ -68,7 +68,7 @@ AXIOMS["exact kernels"] = (
 )
 
 
-class Evaluation(Calls):
+class Evaluation(Arrivals):
     """Evaluates a graph of ATen operators, node by node; two graphs that share ``values`` can be compared.
 
     ``given`` has the values of inputs that are known, by name; ``constants`` say what constants held before a pass
@@ -96,9 +96,7 @@ class Evaluation(Calls):
         self._constants = {**read_constants(graph.graph), **(constants or {})}
         self._given = given or {}
         self._packs = Packs(facts)
-        self._waiting: dict[Leaf, fx.Node] = {}  # launches by the memory of what they bring, until someone waits
-        self._freed: dict[Leaf, fx.Node] = {}
-        self._done = Evaluated(values=self._of, made=self._made, axioms=self._axioms)
+        self._done = Evaluated(values=self._of, made=self._made, axioms=self._axioms, broken=self._broken)
 
     def run(self) -> Evaluated:
         done, graph = self._done, self._graph
@@ -126,8 +124,7 @@ class Evaluation(Calls):
             for each in value if isinstance(value, list) else [value]:
                 if isinstance(each, Value):
                     done.makers.setdefault(each.number, node)
-        unread = dict.fromkeys(self._waiting.values())
-        done.broken += [(node, f"{node.name} is launched and never waited for") for node in unread]
+        done.broken += [(node, f"{node.name} is launched and never waited for") for node in self._launched()]
         self._outputs()
         done.random_state, done.hidden_state = self._random, self._hidden
         return done
@@ -164,29 +161,6 @@ class Evaluation(Calls):
                 if held.beyond is not None:
                     done.written[f"what lies beside {name}"] = self._table[held.beyond]
 
-    # ---- what depends on chance -----------------------------------------------------------------------------------
-
-    def _look_for_chance(self, node: fx.Node) -> None:
-        """Notes if an operator reads memory that another has freed, or has still to fill; a view reads none."""
-        for gone, does in ((self._freed, "frees"), (self._waiting, "brings, before anyone has waited,")):
-            for source in node.all_input_nodes if gone and node.target not in _READS_NONE else ():
-                for root in self._roots(source) & gone.keys():
-                    if node.op == "output" or root not in self._roots(node):
-                        reason = f"{gone[root].name} {does} {source.name}, which {node.name} reads"
-                        self._done.broken.append((gone[root], reason))
-
-    def write_tensor(self, place: Place, value: Value, by: fx.Node) -> None:
-        """Notes also if a collective still reads what is there, or has still to write there."""
-        for launch in dict.fromkeys(self._waiting.values()):
-            for source in (launch, *launch.all_input_nodes):
-                given = [(each, None, None) for each in self._facts.places[source] if each is not None]
-                mine = (place, by, None)
-                if any(mine in pair for pair in self._touching([mine, *given])):
-                    does = "brings" if source is launch else "sends"
-                    reason = f"{by.name} writes what {launch.name} {does}, before anyone has waited for it"
-                    self._done.broken.append((by, reason))
-        super().write_tensor(place, value, by)
-
     # ---- one node -------------------------------------------------------------------------------------------------
 
     def evaluate_node(self, node: fx.Node) -> Result:
@@ -207,8 +181,7 @@ class Evaluation(Calls):
         if is_collective(node) or (str(node.target).startswith("_c10d_functional.") and node.target != WAIT):
             return self._launch(node)
         if node.target == WAIT:
-            for root in self._roots(argument(node)):
-                self._waiting.pop(root, None)
+            self._wait_for(node)
         if node.target == UNPACK and (unpacked := self._unpacked(node, fake)) is not None:
             return unpacked
         if node.target in METADATA_OPS:
@@ -258,7 +231,7 @@ class Evaluation(Calls):
         value = self._read(copied)
         freed = node.args[1] if len(node.args) > 1 else node.kwargs.get("keepalive")
         if isinstance(freed, fx.Node) and freed in others:
-            self._freed.update(dict.fromkeys(self._roots(freed), node))
+            self._free(freed, by=node)
         return value
 
     def _size(self, node: fx.Node, fake: Any) -> Result:
@@ -295,7 +268,7 @@ class Evaluation(Calls):
         self._done.collectives.append(launch)
         if writes := written_inputs(node):
             result = self._written(node, writes, key, result)
-        self._waiting |= dict.fromkeys(self._roots(node), node)
+        self._launch_into(node)
         return result
 
     def _unpacked(self, node: fx.Node, fakes: Any) -> list[Any] | None:

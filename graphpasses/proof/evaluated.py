@@ -63,11 +63,16 @@ class Evaluated:
     random_state: int = 0  # the number of the state in which the graph leaves the generator of random numbers
     hidden_state: int = 0  # likewise of calls that may have a state of their own
 
-    def go_on(self, then: Evaluated) -> None:
-        """Adds what another graph does after this one, on what this one has left."""
+    def go_on(self, then: Evaluated) -> set[str]:
+        """Adds what the update does after this graph, on what this one has left; returns the names of that."""
+        names = {name: f"{name} of the update" for name in then.outputs}
+        self.outputs |= {names[each]: value for each, value in then.outputs.items()}
+        self.lies |= {names[each]: others for each, others in then.lies.items()}
+        self.nodes |= {names.get(each, each): node for each, node in then.nodes.items()}
         self.written |= then.written
         self.checks = then.checks | self.checks
         self.collectives += then.collectives
         self.broken += then.broken
         self.axioms |= then.axioms
         self.random_state, self.hidden_state = then.random_state, then.hidden_state
+        return {*names.values(), *then.written}

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.schemas import changes_memory
 from graphpasses.analysis.effects import is_written
 from graphpasses.errors import ProofError
@@ -16,6 +18,7 @@ from graphpasses.graph import DynamoGraph, Stage, TrainGraph
 from graphpasses.graph.nodes import attribute
 from graphpasses.proof.calls import GRADIENT
 from graphpasses.proof.core.facts import Facts
+from graphpasses.proof.core.operators import AXIOMS
 from graphpasses.proof.core.values import Value
 from graphpasses.proof.difference import place_of
 from graphpasses.proof.evaluate import Evaluation
@@ -40,6 +43,8 @@ def why_not_evaluated(before: TrainGraph, after: TrainGraph) -> str:
     """Returns why no rule looks into two graphs; empty where some do."""
     if before.stage is not after.stage:
         return f"it is a {after.stage.value} graph, not a {before.stage.value} graph"
+    if after.runs_as is not None and getattr(after.runs_as, "axiom", None) not in AXIOMS:
+        return "another module than the graph's runs (runs_as), into which no rule looks"
     modules = [each.module for graph in (before, after) for each in (graph, graph.update) if each is not None]
     nodes = (node for module in modules for node in module.graph.nodes)
     reasons = (_why_no_rule(node, calls_methods=isinstance(before, DynamoGraph)) for node in nodes)
@@ -85,7 +90,7 @@ def evaluate_both(subject: str, before: TrainGraph, after: TrainGraph, captured:
     else:
         if captured is not None:
             facts = Facts(before.graph, Facts(captured.graph))
-        both: Any = {"sizes": sizes, "outside": _from_outside(before)}
+        both: Any = {"sizes": sizes, "outside": _from_outside(before, after)}
         one = Evaluation(before, values, facts, constants=after.copied_constants, **both).run()
         sizes.begin_second()
         pair = Pair(values, sizes, one, Evaluation(after, values, Facts(after.graph, facts), **both).run())
@@ -97,12 +102,28 @@ def evaluate_both(subject: str, before: TrainGraph, after: TrainGraph, captured:
     return pair
 
 
-def _from_outside(graph: TrainGraph) -> frozenset[int]:
-    """Returns the ids of the constants of a step that are no literals: it sees what their owner writes into them."""
-    nodes = graph.graph.find_nodes(op="get_attr") if graph.stage is Stage.STEP else ()
+def _from_outside(before: TrainGraph, after: TrainGraph) -> frozenset[int]:
+    """Returns the ids of the constants that are no literals, as others may write them.
+
+    A step sees what is written into tensors from outside; a pass may take one in the model's memory for a literal.
+    """
     lift = torch.ops.aten.lift_fresh_copy.default
-    constants = (attribute(node) for node in nodes if any(user.target != lift for user in node.users))
-    return frozenset(id(each) for each in constants if isinstance(each, torch.Tensor))
+    constants = {each: attribute(each) for each in before.graph.find_nodes(op="get_attr")}
+    are_seen = before.stage is Stage.STEP
+    found = [of for node, of in constants.items() if are_seen and any(user.target != lift for user in node.users)]
+    known = {*map(id, constants.values())}
+    new = [of for node in after.graph.find_nodes(op="get_attr") if id(of := attribute(node)) not in known]
+    if new:
+        live = {_memory(each) for each in (*before.model.parameters(), *before.model.buffers())}
+        found += [each for each in new if isinstance(each, torch.Tensor) and _memory(each) in live]
+    return frozenset(id(each) for each in found if isinstance(each, torch.Tensor))
+
+
+def _memory(tensor: torch.Tensor) -> object:
+    """Returns what names the memory of a tensor; of what has no strides, itself."""
+    local = local_part(tensor)
+    is_plain = local.layout is torch.strided
+    return StorageWeakRef(local.untyped_storage()) if is_plain else id(tensor)  # type: ignore[no-untyped-call]
 
 
 def _evaluate_updates(before: TrainGraph, after: TrainGraph, pair: Pair) -> None:
@@ -114,8 +135,7 @@ def _evaluate_updates(before: TrainGraph, after: TrainGraph, pair: Pair) -> None
             given = _given_to(graph, pair.two) | done.written
             constants = held if graph is before else None
             then = Evaluation(update, pair.values, known, given, constants, done).run()
-            pair.updated.update(then.written)
-            done.go_on(then)
+            pair.updated.update(done.go_on(then))
 
 
 def _update_of(graph: TrainGraph, two: Evaluated) -> TrainGraph | None:

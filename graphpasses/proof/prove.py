@@ -128,7 +128,8 @@ def launches_of_rounding(subject: str, before: TrainGraph, after: TrainGraph) ->
     """Returns the launches of what a pass that may round has made, beside those of what it was given.
 
     Raises:
-        ProofError: what rounding does not excuse: bits depend on chance, or a check or a write is lost.
+        ProofError: what rounding does not excuse: bits depend on chance, a check or a write is lost, or other random
+            numbers are drawn.
     """
     if why_not_evaluated(before, after):
         return ()
@@ -139,6 +140,8 @@ def launches_of_rounding(subject: str, before: TrainGraph, after: TrainGraph) ->
     lost += [(name, one.nodes[name]) for name in one.written if name not in known and name in one.nodes]
     for name, node in lost:
         raise ProofError(f"{subject} changes {name}: {Difference(node, None, 'it is lost')}")
+    if not are_drawn_alike(pair.values, one.random_state, two.random_state):
+        raise ProofError(f"{subject} draws other random numbers, or in another order, which is no rounding")
     return launches_of(pair.values, one, two)
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import fx
 
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import ProofError
 from graphpasses.graph import CapturedStep
-from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
 from graphpasses.proof.prove import prove
 from graphpasses.proof.real_memory import would_end_process
 from tests.proof.code import OTHER, Case, Code, Make, Model, X, answer, capture_model, check, drawn_again
@@ -356,32 +354,6 @@ def test_a_view_writes_beside_what_it_is_a_view_of(is_read: bool) -> None:
     assert answer(step, make(1.0), make(1.0)) == "proved"
     assert answer(step, make(1.0), make()) != "proved"
     assert answer(step, make(1.0), make(2.0)) != "proved"
-
-
-@dataclass(frozen=True)
-class WritesConstant(GraphPass):
-    """Writes a constant that the rewritten step shares with the captured one."""
-
-    name = "writes-constant"
-    numerics = Numerics.BITWISE
-
-    by: float
-
-    def rewrite(self, graph: Any) -> int:
-        (node,) = graph.graph.find_nodes(op="get_attr")
-        getattr(graph.module, node.target).mul_(self.by)
-        return 1
-
-
-@pytest.mark.parametrize("size", [2, 2000])
-def test_a_constant_that_a_pass_writes(size: int) -> None:
-    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return model(x).sum() + torch.tensor([2.0] * size).sum()
-
-    step = capture_train_step(loss_fn, nn.Linear(8, 8), X, check=False)
-    assert Pipeline((WritesConstant(1.0),)).run(step, prove=True).report is not None
-    with pytest.raises(ProofError):
-        Pipeline((WritesConstant(2.0),)).run(step, prove=True)
 
 
 def test_what_would_end_the_process_is_not_run() -> None:

@@ -142,3 +142,41 @@ def test_equal_checks_are_merged(step: CapturedStep) -> None:
 def test_values_of_checks_are_fake(step: CapturedStep) -> None:
     """A real one has any bits: a pass that touches a check had it run on these."""
     assert all(type(node.meta.get("val")) is not torch.Tensor for node in step.graph.nodes)
+
+
+@dataclass(frozen=True)
+class Rounds(Does):
+    """Says that it may round."""
+
+    name = "rounds"
+    numerics = Numerics.ROUNDING
+
+
+def drawn_for_a_rounded_value(graph: TrainGraph) -> None:
+    (drawn, _) = calls(graph, aten.rand_like.default)
+    (given,) = drawn.all_input_nodes
+    drawn.replace_input_with(given, emit(graph, drawn, aten.mul.Tensor, given, 1.001))
+
+
+def drawn_once_more(graph: TrainGraph) -> None:
+    (drawn, _) = calls(graph, aten.rand_like.default)
+    emit(graph, drawn, aten.rand_like.default, *drawn.args)
+
+
+def drawn_otherwise(graph: TrainGraph) -> None:
+    (drawn, _) = calls(graph, aten.rand_like.default)
+    graph.replace(drawn, emit(graph, drawn, aten.randn_like.default, *drawn.args))
+
+
+@pytest.mark.parametrize("change", [drawn_for_a_rounded_value, drawn_once_more, drawn_otherwise])
+def test_who_may_round_draws_the_same_numbers(change: Callable[[TrainGraph], None]) -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        return (y * torch.rand_like(y) * torch.rand_like(y)).sum()
+
+    step = gp.capture_train_step(loss_fn, nn.Linear(4, 1), torch.ones(3, 4), check=False)
+    if change is drawn_for_a_rounded_value:
+        assert Pipeline((Rounds(change),)).run(step).report is not None
+        return
+    with pytest.raises(ProofError, match=r"^pass 'rounds' draws other random numbers"):
+        Pipeline((Rounds(change),)).run(step)

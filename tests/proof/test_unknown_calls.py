@@ -155,6 +155,14 @@ def test_an_operator_that_returns_nothing_is_called_as_often(captured: CapturedS
     assert answer(captured, make(2), make(1)) == "not proved"
 
 
+def test_another_module_than_the_graphs_runs(captured: CapturedStep) -> None:
+    other = captured.copy()
+    other.runs_as = lambda module: module
+    assert prove(captured, other).unproved == (
+        ("the graph", "another module than the graph's runs (runs_as), into which no rule looks"),
+    )
+
+
 def test_streams_that_wait_for_each_other(captured: CapturedStep) -> None:
     from torch._dynamo.variables import streams  # noqa: F401  registers the operators
 

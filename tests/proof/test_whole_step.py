@@ -29,10 +29,12 @@ def refused(before: CapturedStep, after: CapturedStep) -> str:
 # ---- the optimizer's step ------------------------------------------------------------------------------
 
 
-def updating() -> CapturedStep:
+def updating(clip_norm: float | None = None) -> CapturedStep:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
-    return capture_train_step(lambda model, x: model(x).square().mean(), model, X, optimizer=optimizer)
+    return capture_train_step(
+        lambda model, x: model(x).square().mean(), model, X, optimizer=optimizer, clip_norm=clip_norm
+    )
 
 
 def change_eps(graph: fx.Graph) -> None:
@@ -56,6 +58,18 @@ def test_a_changed_update(change: Callable[[fx.Graph], None]) -> None:
     change(other.update.module.graph)
     assert refused(step, other).startswith("the rewritten step changes parameter weight")
     assert "parameter weight" in prove(step, step.copy()).proved  # the pass did not reach the captured one
+
+
+def test_a_changed_norm_that_the_update_returns() -> None:
+    step = updating(clip_norm=1.0)
+    other = step.copy()
+    assert "output 0 of the update" in prove(step, other).proved
+    assert other.update is not None
+    output = other.update.module.graph.output_node()
+    (norm,) = output.args[0]  # type: ignore[misc]
+    with other.update.module.graph.inserting_before(output):
+        output.args = ([other.update.module.graph.call_function(aten.mul.Tensor, (norm, 2.0))],)
+    assert refused(step, other).startswith("the rewritten step changes output 0 of the update")
 
 
 def test_an_update_by_a_gradient_that_is_not_proved() -> None:

@@ -10,7 +10,7 @@ import graphpasses as gp
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.errors import ProofError
 
-collectives = torch.ops._c10d_functional
+aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 
 
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -35,3 +35,60 @@ def test_one_more_launch_before_it(is_other: bool) -> None:
                 gp.prove(step, after)
             return
         assert not gp.prove(step, after).unproved
+
+
+def loss_in_place(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    came = collectives.wait_tensor(collectives.all_reduce_(x, "sum", "0"))
+    loss: torch.Tensor = (model(came) * (y * 2)).sum()
+    return loss
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_another_tensor_of_the_batch_in_that_memory(first: int) -> None:
+    """What is read before the wait lies in the rows that the collective brings, or behind them."""
+    both = torch.ones(4, 3)
+    with fake_process_group(2):
+        step = gp.capture_train_step(loss_in_place, nn.Linear(3, 3), both[:2], both[first : first + 2], check=False)
+        after = step.copy()
+        (launch,) = after.graph.find_nodes(op="call_function", target=collectives.all_reduce_.default)
+        launch.append(after.graph.find_nodes(op="call_function", target=aten.mul.Tensor)[0])
+        if first == 2:
+            assert not gp.prove(step, after).unproved
+            return
+        with pytest.raises(ProofError, match=r"depend on chance: all_reduce_ brings, .* which mul reads"):
+            gp.prove(step, after)
+
+
+def loss_of_parts(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    flat = x * 1.5
+    parts = [collectives.all_reduce_(part, "sum", "0") for part in (flat[:2], flat[2:4])]
+    for part in parts:
+        collectives.wait_tensor(part)
+    flat[:2].mul_(3.0)
+    flat[4:].add_(flat[:2])
+    loss: torch.Tensor = model(flat).sum()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (aten.mul_.Tensor, "mul_ writes what all_reduce_ brings"),
+        (aten.add_.Tensor, "all_reduce_ brings, before anyone has waited, .* which add_ reads"),
+    ],
+)
+def test_several_launches_into_one_memory(target: object, message: str) -> None:
+    with fake_process_group(2):
+        step = gp.capture_train_step(loss_of_parts, nn.Linear(3, 3), torch.ones(6, 3), check=False)
+        assert not gp.prove(step, step.copy()).unproved
+        after = step.copy()
+        *_, launch = after.graph.find_nodes(op="call_function", target=collectives.all_reduce_.default)
+        (write,) = after.graph.find_nodes(op="call_function", target=target)
+        following = launch
+        for node in [*after.graph.nodes]:  # the write, and the views that it is given
+            if node is write or (node in write.all_input_nodes and launch < node):
+                following.append(node)
+                following = node
+        after.graph.lint()
+        with pytest.raises(ProofError, match=f"depend on chance: {message}"):
+            gp.prove(step, after)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import fx
@@ -13,7 +12,7 @@ from graphpasses._torch.symbols import example_size
 from graphpasses.agreement import CollectiveSequence, Question
 from graphpasses.analysis.dependencies import place_nodes
 from graphpasses.analysis.effects import operator_effects
-from graphpasses.fusion.compiled_regions import compile_regions, layout_of, what_runs
+from graphpasses.fusion.compiled_regions import CompiledRegions, layout_of, what_runs
 from graphpasses.fusion.exact_operators import Function, is_exact, is_widening, measured_functions
 from graphpasses.fusion.measured import exact_functions, functions_in
 from graphpasses.fusion.regions import Region, functional_target, is_only_view, plan_regions
@@ -181,6 +180,6 @@ class FuseExactly(GraphPass):
             for node in region:
                 node.meta[EXACT_REGION] = number
         if plan.regions:
-            graph.runs_as = partial(compile_regions, kernels=graph.remembered.setdefault(EXACT_REGION, {}))
+            graph.runs_as = CompiledRegions(graph.remembered.setdefault(EXACT_REGION, {}))
             graph.note(_report(graph.graph, plan.regions))
         return len(plan.regions)

@@ -139,9 +139,7 @@ class Memory:
         """Yields pairs of tensors, each a place and more, that may have bytes in common."""
         by_memory: dict[Leaf, list[tuple[tuple[int, int], Tensor]]] = {}
         for each in tensors:
-            root = each[0].root
-            memory = min((root, *self._facts.beside[root]), key=lambda leaf: leaf[0].name)
-            by_memory.setdefault(memory, []).append((each[0].view.extent(), each))
+            by_memory.setdefault(self._memory_of(each[0].root), []).append((each[0].view.extent(), each))
         for some in by_memory.values():
             some.sort(key=lambda each: each[0])
             for index, ((_, end), one) in enumerate(some):
@@ -149,6 +147,10 @@ class Memory:
                     if start >= end:
                         break
                     yield one, two
+
+    def _memory_of(self, root: Leaf) -> Leaf:
+        """Returns which tensor stands for all in one memory."""
+        return min((root, *self._facts.beside[root]), key=lambda leaf: leaf[0].name)
 
     # ---- numbers --------------------------------------------------------------------------------------------------
 

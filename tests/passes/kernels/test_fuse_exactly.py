@@ -21,6 +21,7 @@ from graphpasses.graph.nodes import EXACT_REGION
 from graphpasses.passes import FuseExactly, default_pipeline
 from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
 
+aten = torch.ops.aten
 NO_BUCKETS = BucketPlan.from_modules([])
 
 
@@ -131,3 +132,34 @@ def test_functions_are_fused_where_all_ranks_have_eagers_bits(
     step = Pipeline((FuseExactly(),)).run(step)
     silu = next(node for node in step.graph.nodes if node.target is torch.ops.aten.silu.default)
     assert (EXACT_REGION in silu.meta) is is_exact
+
+
+@dataclass(frozen=True)
+class MarkAll(GraphPass):
+    """Marks calls for a kernel, whatever they compute."""
+
+    name = "mark-all"
+    numerics = Numerics.BITWISE
+
+    targets: tuple[object, ...]
+
+    def rewrite(self, graph: TrainGraph) -> int:
+        for node in graph.graph.nodes:
+            if node.target in self.targets and len(node.all_input_nodes) == 1:
+                node.meta[EXACT_REGION] = 0
+        graph.runs_as = compiled_regions.CompiledRegions({})
+        return 1
+
+
+@pytest.mark.parametrize("name", ["sum", "rand_like", "t"])
+def test_what_is_not_exact_is_no_part_of_a_kernel(name: str) -> None:
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = (model(x) + torch.rand_like(x) * 2).sum()
+        return loss
+
+    step = capture_train_step(loss_of, nn.Linear(64, 64), torch.ones(64, 64))
+    step = Pipeline((MarkAll((getattr(aten, name).default, aten.mul.Tensor)),)).run(step)
+    with pytest.raises(
+        PipelineError, match=rf"^{name}\w* is marked as part of an exact kernel, and is not: aten.{name}"
+    ):
+        step(torch.ones(64, 64))
