@@ -92,7 +92,7 @@ def trace_step(
     paths, leaves = (*structure.paths, *counted.paths), [*leaves, *counted.read(model)]
     for fqn in counted.fqns:
         reads.ignore(fqn)
-    decisions = Decisions(model, list(zip(paths, leaves, strict=True)), varying)
+    decisions = Decisions(model, list(zip(paths, leaves, strict=True)), varying, counted.paths)
 
     def step(*args: Any) -> list[torch.Tensor | None]:
         args, numbers = args[: len(structure.paths)], [*args[len(structure.paths) :]]

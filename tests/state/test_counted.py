@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from graphpasses import BucketPlan, capture_train_step, default_pipeline
-from graphpasses.errors import BatchMismatchError
+from graphpasses.errors import BatchMismatchError, CaptureError
 
 X = torch.arange(12.0).reshape(3, 4).cos()
 
@@ -33,6 +33,11 @@ def every_other(model: Any, x: torch.Tensor) -> torch.Tensor:
     model.num_calls += 1
     y = model.linear(x)
     return y.square().mean() if model.num_calls % 2 else model.linear(y).sum()
+
+
+def less_noise(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.dropout.p *= 0.5
+    return (model.linear(x) + model.dropout.p * torch.randn_like(x)).square().mean()
 
 
 def less_dropout(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -68,12 +73,21 @@ def trained(loss_fn: Callable[..., torch.Tensor], *, captured: bool, in_step: bo
     return found
 
 
-@pytest.mark.parametrize("loss_fn", [warmed_up, every_other, less_dropout, by_its_average])
+@pytest.mark.parametrize("loss_fn", [warmed_up, every_other, less_noise, by_its_average])
 def test_numbers_are_followed(loss_fn: Callable[..., torch.Tensor]) -> None:
     expected = trained(loss_fn, captured=False)
     assert trained(loss_fn, captured=True) == expected
     assert trained(loss_fn, captured=True, in_step=True) == expected
     assert trained(loss_fn, captured=False, by=2) != expected
+
+
+def test_a_fraction_that_an_operator_builds_in() -> None:
+    model = Counting()
+    with pytest.raises(
+        CaptureError, match=r"^forward changes attribute 'dropout.p' at each call, and at .*test_counted"
+    ):
+        capture_train_step(less_dropout, model, X)
+    assert model.dropout.p == 0.5
 
 
 def test_another_kind_of_number() -> None:
