@@ -41,11 +41,14 @@ class Decisions:
 
     A value may decide that follows from the batch, from buffers and from constants: it can be computed before each
     step. One that follows from parameters, random numbers or other ranks is refused. ``leaves`` are the batch's, each
-    with its path; ``varying`` are its dims that vary.
+    with its path; ``varying`` are its dims that vary, ``counted`` those of the paths whose numbers forward changes.
     """
 
-    def __init__(self, model: nn.Module, leaves: Sequence[tuple[str, Any]], varying: Varying) -> None:
+    def __init__(
+        self, model: nn.Module, leaves: Sequence[tuple[str, Any]], varying: Varying, counted: Sequence[str] = ()
+    ) -> None:
         self.guards: Guards | None = None
+        self._counted = counted
         self._varying = varying
         self._inputs = [*_state(model), *((GraphInput(InputKind.BATCH, path), leaf) for path, leaf in leaves)]
 
@@ -148,6 +151,8 @@ class Decisions:
             for symbol, value in self._values.items()
             if symbol not in stated
         ]
+        for decision in (*self._decisions, *told):
+            self._refuse_counted(decision)
         by_condition = {decision.condition: decision for decision in reversed((*self._decisions, *told))}
         decisions = [
             decision
@@ -198,6 +203,20 @@ class Decisions:
                 "it is a buffer of the model: make it one (register_buffer), or update it after the step"
             )
         return guards
+
+    def _refuse_counted(self, decision: Decision) -> None:
+        """Raises if an operator builds in a fraction that is another at each call."""
+        names = {node: item.fqn for node, (item, _) in zip(self._slices.placeholders, self._inputs, strict=False)}
+        equal = {symbol for each in decision.condition.atoms(sympy.Eq) for symbol in each.free_symbols}
+        for symbol in (each for each in equal if not each.is_integer):
+            node, _ = self._slices.bound.get(symbol, (None, None))
+            source = node.args[0] if node is not None and node.args else None
+            if isinstance(source, fx.Node) and names.get(source) in self._counted:
+                raise CaptureError(
+                    f"forward changes {names[source]} at each call, and at {decision.where} gives it to an operator "
+                    "that builds it in, as a dropout its rate: the step would be captured again at each call. Set it "
+                    "outside, and seldom, or compute with it"
+                )
 
     def _assert_unknown(self, decision: Decision) -> bool:
         """Lets the step assert what was taken for true of numbers that only running tells, once all are there.

@@ -39,6 +39,7 @@ from graphpasses.graph.kinds import GraphOutput, OutputKind
 from graphpasses.graph.returned import Returned, loss_of
 from graphpasses.graph.several_models import first_model
 from graphpasses.identity import IdentityMap, find_state, named_state, same_bits
+from graphpasses.state.counted import Counted, CountedError, is_countable
 from graphpasses.state.kept_tensors import caches_emptied_on_error
 from graphpasses.state.left_tensors import FIRST_CALL, LeftTensors, live_state_restored, tensors_kept
 from graphpasses.state.model import is_trained, structure_kept, trained_state
@@ -71,13 +72,15 @@ def trace_step(
     *,
     is_recorded: bool,
     varying: Varying,
+    counted: Counted,
     strides: Strides,
 ) -> Trace:
     """Traces forward, loss and backward on fake tensors, and leaves the model as it was.
 
     The traced function returns the loss, one gradient, or None, for each trainable name of a parameter, what it
     leaves in modules, and what else ``loss_fn`` returns. It records the operators that are called if ``is_recorded``;
-    ``varying`` are the dims of the batch whose sizes may vary, ``strides`` those of eager's results, if known.
+    ``varying`` are the dims of the batch whose sizes may vary, ``counted`` the attributes that are inputs, behind the
+    batch, ``strides`` those of eager's results, if known.
     """
     identity, keeps_casts = IdentityMap.of(model), torch.is_autocast_cache_enabled()
     state = dict(named_state(model))
@@ -86,9 +89,13 @@ def trace_step(
     left_values: dict[str, Any] = {}
     found: dict[str, Any] = {}  # what else a trace brings: of several, which are alike, the last
     random_calls, reads = RandomCalls(), Reads(model, loss_fn)
-    decisions = Decisions(model, list(zip(structure.paths, leaves, strict=True)), varying)
+    paths, leaves = (*structure.paths, *counted.paths), [*leaves, *counted.read(model)]
+    for fqn in counted.fqns:
+        reads.ignore(fqn)
+    decisions = Decisions(model, list(zip(paths, leaves, strict=True)), varying, counted.paths)
 
     def step(*args: Any) -> list[torch.Tensor | None]:
+        args, numbers = args[: len(structure.paths)], [*args[len(structure.paths) :]]
         # The tracer gives every name of a tied DTensor a tensor of its own, so ask for every name's gradient;
         # but names of one module, or of one plain tensor, still are one, whose gradient goes to the first.
         named = trained_state(model)
@@ -122,6 +129,7 @@ def trace_step(
             communication_traced(model) as reductions,
             held_traced(state, dict(named_state(model)), held),
         ):
+            counted.give(model, numbers)
             with (
                 _autocast_cached(model, keeps_casts=keeps_casts),
                 other_models_refused(model),
@@ -200,9 +208,9 @@ def trace_step(
             live_state_restored(model),
             each_size_its_own(),
         ):
-            named = zip(structure.paths, leaves, strict=True)
+            named = zip(paths, leaves, strict=True)
             given = [_distinct(leaf, varying.get(path, ())) for path, leaf in named]
-            traced = _trace_until_settled(reads, lambda: trace_with_torch(step, model)(*given))
+            traced = _trace_until_settled(model, reads, lambda: trace_with_torch(step, model)(*given))
     finally:
         for record in reversed(records):
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
@@ -226,7 +234,7 @@ def _gradients_put_back(loss: torch.Tensor, parameters: Collection[torch.Tensor]
             leaf.grad = gradient
 
 
-def _trace_until_settled(reads: Reads, trace: Callable[[], TracedFunction]) -> TracedFunction:
+def _trace_until_settled(model: nn.Module, reads: Reads, trace: Callable[[], TracedFunction]) -> TracedFunction:
     """Traces a step, and again with what forward changes for good at its first call, as a flag or a size.
 
     The graph must be the same.
@@ -236,11 +244,15 @@ def _trace_until_settled(reads: Reads, trace: Callable[[], TracedFunction]) -> T
         changed = reads.changed()
         again = trace() if changed else traced
         changed_again = reads.changed()
+        numbers = []
         for slot, (first, key) in changed.items():
             second, _ = changed_again.get(slot, (None, None))
             last = first.before if second is None else second.now
             texts = [*map(str, (first.before, first.now, last))]
             if second is None or second.now != first.now:
+                if is_countable(model, slot.path):
+                    numbers.append(slot.path)
+                    continue
                 raise CaptureError(
                     f"forward reads attribute {slot.path!r} and changes it at each call ({', '.join(texts)}), and "
                     "a captured step would not. Keep it in a buffer that forward writes in place, or set it outside"
@@ -251,6 +263,8 @@ def _trace_until_settled(reads: Reads, trace: Callable[[], TracedFunction]) -> T
                     "from then on; a captured step would not. Run forward once before the capture"
                 )
             slot.others = (*slot.others, key)
+        if numbers:
+            raise CountedError(*numbers)
     return traced
 
 

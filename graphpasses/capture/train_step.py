@@ -39,6 +39,7 @@ from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.recapture import FailedElsewhereError
 from graphpasses.graph.several_models import with_others
 from graphpasses.progress import stage, stages_shown
+from graphpasses.state.counted import NONE_COUNTED, Counted, CountedError
 from graphpasses.state.kept_tensors import refuse_kept_tensors
 from graphpasses.state.left_tensors import modes_of
 from graphpasses.state.optimizers import Optimizers
@@ -131,7 +132,8 @@ def capture_train_step(
     elsewhere = FailedElsewhereError("another rank could not capture the step; its message says why")
     with consensus.raised_together(elsewhere) as traced_everywhere:
         step = capture(model, *batch, traced_everywhere=traced_everywhere)
-    return replace(step, recapture=capture if recapture else None, check_every=check_every)
+    again = partial(capture, counted=step.counted) if recapture else None
+    return replace(step, recapture=again, check_every=check_every)
 
 
 def _capture(
@@ -144,6 +146,7 @@ def _capture(
     check: bool,
     traced_everywhere: Callable[[], None] = lambda: None,
     strides: Strides | None = None,
+    counted: Counted = NONE_COUNTED,
 ) -> CapturedStep:
     """Captures a step that reduces all gradients of its own batch, whatever FSDP2 keeps or is to keep now.
 
@@ -152,6 +155,7 @@ def _capture(
     """
     again = partial(_capture, loss_fn, model, *batch, optimizers=optimizers, clip_norm=clip_norm)
     again = partial(again, dynamic_shapes=dynamic_shapes, check=check, traced_everywhere=traced_everywhere)
+    again = partial(again, strides=strides, counted=counted)
     with accumulation_set_aside(model), stages_shown(), recording_paused():
         # Look
         refuse_model(model)
@@ -171,25 +175,32 @@ def _capture(
         # Trace
         stage("traces loss_fn and its backward")
         with paused_gc():
-            traced = partial(trace_step, loss_fn, model, structure, leaves, varying=varying, strides=strides or {})
+            traced = partial(trace_step, loss_fn, model, structure, leaves, varying=varying, counted=counted)
+            traced = partial(traced, strides=strides or {})
             try:
                 trace = traced(is_recorded=unchecked is None)
             except NowTrainedError as error:
                 with _trained([get_state(model, fqn) for fqn in error.args]):
-                    return again(strides=strides)
+                    return again()
+            except CountedError as error:
+                return again(counted=replace(counted, fqns=(*counted.fqns, *error.args)))
             refuse_kept_tensors(trace.result)
         # Read
         step = read_step(
             trace.result,
             model,
             replace(structure, taken=tuple(trace.taken)),
-            [*zip(structure.paths, fake_copies(leaves), strict=True)],
+            [
+                *zip(structure.paths, fake_copies(leaves), strict=True),
+                *zip(counted.paths, fake_copies(counted.read(model)), strict=True),
+            ],
             trace.marks,
             left=trace.left,
             varying=varying,
             guards=trace.guards,
             left_unsharded=frozenset(trace.unsharded),
             left_values=trace.left_values,
+            counted=counted,
             returned=trace.returned,
             snapshot=Snapshot.of(
                 model, trace.reads.attributes, trace.reads.names, trace.held, modes_of(trace.left_values)

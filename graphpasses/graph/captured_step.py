@@ -25,6 +25,7 @@ from graphpasses.graph.returned import Returned
 from graphpasses.graph.train_graph import GraphInput, InputKind, OutputKind, TrainGraph
 from graphpasses.graph.unsharded import Unsharded
 from graphpasses.graph.update import Update
+from graphpasses.state.counted import Counted
 from graphpasses.state.left_tensors import leave
 from graphpasses.state.snapshot import Snapshot
 
@@ -51,6 +52,7 @@ class CapturedStep(TrainGraph):
         checker: compares a step with eager on a batch; None where there is no ``loss_fn``.
         left_unsharded: indexes of the FSDP2 groups that eager leaves unsharded, as a teacher's root, and so a call.
         left_values: Python values that forward sets attributes to, by FQN, and so does a call.
+        counted: numbers in attributes that forward changes at each call: inputs of the graph, behind the batch.
         returned: what a call returns beside the loss.
         check_every: of how many calls one is checked first; ``"sparse"`` for calls 10, 100, 1,000, …; None for none.
         grad_norm: the norm that all gradients had before the last call clipped them, a scalar; else None.
@@ -77,6 +79,7 @@ class CapturedStep(TrainGraph):
     checker: Callable[[CapturedStep, Sequence[Any]], None] | None = None
     left_unsharded: frozenset[int] = frozenset()
     left_values: dict[str, Any] = field(default_factory=dict)
+    counted: Counted = field(default_factory=Counted)
     returned: Returned = field(default_factory=Returned)
     check_every: int | Literal["sparse"] | None = None
     grad_norm: torch.Tensor | None = field(default=None, init=False)
@@ -187,7 +190,7 @@ class CapturedStep(TrainGraph):
         self._unsharded.shard(staying)
         waiting, pending = self.cut_steps.find_waiting()
         tensors = self.snapshot.check(self.model)
-        leaves = self.batch_structure.leaves(batch)
+        leaves = [*self.batch_structure.leaves(batch), *self.counted.read(self.model)]
         check_leaves(leaves, self.batch_leaves, self.varying)
         step: Self = self._cache.fitting(batch, leaves, partial(self._value, leaves=leaves))
         if step is not self:
@@ -282,7 +285,7 @@ class CapturedStep(TrainGraph):
         if self.written:
             named = zip(self.inputs[: len(values)], values, strict=True)
             written = [(item.fqn, value) for item, value in named if item.fqn in self.written and item.is_tensor]
-            check_memory(written, zip(self.batch_structure.paths, leaves, strict=True))
+            check_memory(written, zip(self.batch_structure.paths, leaves, strict=False))
         device = next(self.model.parameters()).device.type
         # The casts of the captured step are in its graph; autocast must not add others.
         with torch.no_grad(), torch.autocast(device, enabled=False):
@@ -363,12 +366,9 @@ class CapturedStep(TrainGraph):
         )
 
     @cached_property
-    def _left(self) -> list[tuple[int, str]]:
-        return [(index, item.fqn) for index, item in enumerate(self.outputs) if item.kind is OutputKind.LEFT]
-
-    @cached_property
-    def _assigned(self) -> list[tuple[int, str]]:
-        return [(index, item.fqn) for index, item in enumerate(self.outputs) if item.kind is OutputKind.MEMORY]
+    def _left(self) -> dict[OutputKind, list[tuple[int, str]]]:
+        every = [(item.kind, (index, item.fqn)) for index, item in enumerate(self.outputs)]
+        return {of: [each for kind, each in every if kind is of] for of in (OutputKind.LEFT, OutputKind.MEMORY)}
 
     @cached_property
     def _call(self) -> Callable[..., Any]:
@@ -386,8 +386,8 @@ class CapturedStep(TrainGraph):
         return lazy_module(self.module, graph)
 
     def _accumulate(self, flat: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> Any:
-        leave(self.model, {fqn: flat[index] for index, fqn in self._left}, self.left_values)
-        for index, fqn in self._assigned:
+        leave(self.model, {fqn: flat[index] for index, fqn in self._left[OutputKind.LEFT]}, self.left_values)
+        for index, fqn in self._left[OutputKind.MEMORY]:
             get_state(self.model, fqn).data = flat[index]
         for index, place, is_shared in self._gradient_slots:
             gradient = flat[index]

@@ -21,6 +21,7 @@ from graphpasses._torch.schemas import is_tensor_subclass
 from graphpasses._torch.storage import memories
 from graphpasses.errors import CaptureError
 from graphpasses.identity import RESTORED, attributes_restored, put_back
+from graphpasses.state.counted import CountedError, is_number
 from graphpasses.state.keys import key_of
 from graphpasses.state.model import is_trained, with_gradients
 
@@ -205,6 +206,8 @@ class LeftTensors:
             _refuse_subclass(fqn, value)
             if name not in module._buffers and name not in module._parameters:
                 if has_read(module, name):
+                    if isinstance(value, py_sym_types) and is_number(self._attributes.get(fqn)):
+                        raise CountedError(fqn)
                     raise CaptureError(read_before(fqn))
             elif (before := _kind(self._held[fqn])) != (now := _kind(value)):
                 what = "buffer" if name in module._buffers else "parameter"

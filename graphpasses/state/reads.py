@@ -67,6 +67,11 @@ class Reads:
         """Whether an attribute of a module of the model was read before it was set."""
         return name in self._outside.owner(module).slots
 
+    def ignore(self, fqn: str) -> None:
+        """Does not note who reads an attribute of a module of the model."""
+        owner, _, name = fqn.rpartition(".")
+        self._ignored.add((id(self._model.get_submodule(owner)), name))
+
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Watches what the block reads and sets, and puts it back, but for the model's own attributes; refuses

@@ -207,13 +207,13 @@ class Changing(nn.Linear):
         return super().forward(x) * 2 if value == "first" else super().forward(x)
 
 
-def test_a_counter() -> None:
-    model = nn.Sequential(Changing(lambda value: value + 1))
+def test_a_flag_that_changes_at_each_call() -> None:
+    model = nn.Sequential(Changing(lambda value: not value, False))
     assert refused(lambda: capture_train_step(loss_fn, model, X)) == (
-        "forward reads attribute '0.value' and changes it at each call (0, 1, 2), and a captured step would not. "
-        "Keep it in a buffer that forward writes in place, or set it outside"
+        "forward reads attribute '0.value' and changes it at each call (False, True, False), and a captured step "
+        "would not. Keep it in a buffer that forward writes in place, or set it outside"
     )
-    assert model[0].value == 0
+    assert model[0].value is False
 
 
 class LeavesOtherwise(nn.Sequential):

@@ -1,0 +1,101 @@
+"""Numbers that forward changes at each call, as a count of its calls: a captured step reads and leaves them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphpasses import BucketPlan, capture_train_step, default_pipeline
+from graphpasses.errors import BatchMismatchError, CaptureError
+
+X = torch.arange(12.0).reshape(3, 4).cos()
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.dropout = nn.Linear(4, 4), nn.Dropout(0.5)
+        self.num_calls, self.average = 0, 0.0
+
+
+def warmed_up(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.num_calls += 1
+    return model.linear(x).square().mean() * min(1.0, model.num_calls / 3) * math.cos(model.num_calls)
+
+
+def every_other(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.num_calls += 1
+    y = model.linear(x)
+    return y.square().mean() if model.num_calls % 2 else model.linear(y).sum()
+
+
+def less_noise(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.dropout.p *= 0.5
+    return (model.linear(x) + model.dropout.p * torch.randn_like(x)).square().mean()
+
+
+def less_dropout(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.dropout.p *= 0.5
+    return model.dropout(model.linear(x)).square().mean()
+
+
+def by_its_average(model: Any, x: torch.Tensor) -> torch.Tensor:
+    loss = model.linear(x).square().mean()
+    model.average = 0.5 * model.average + loss.item()
+    return loss / (1 + model.average)
+
+
+def trained(loss_fn: Callable[..., torch.Tensor], *, captured: bool, in_step: bool = False, by: int = 1) -> list[Any]:
+    model, found = Counting(), list[Any]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    if captured:
+        step = capture_train_step(loss_fn, model, X, optimizer=optimizer if in_step else None)
+        step = default_pipeline(BucketPlan.from_modules([])).run(step)
+        step.check(2 * X)
+        assert (model.num_calls, model.dropout.p, model.average) == (0, 0.5, 0.0)
+    torch.manual_seed(1)
+    for index in range(5):
+        if index == 3:
+            model.num_calls += by  # who trains may set it, too
+        loss = step((1 + index) * X) if captured else loss_fn(model, (1 + index) * X)
+        if not captured:
+            loss.backward()
+        if not (captured and in_step):
+            optimizer.step()
+            optimizer.zero_grad()
+        found += [loss.item(), model.num_calls, model.dropout.p, model.average, model.linear.weight.tolist()]
+    return found
+
+
+@pytest.mark.parametrize("loss_fn", [warmed_up, every_other, less_noise, by_its_average])
+def test_numbers_are_followed(loss_fn: Callable[..., torch.Tensor]) -> None:
+    expected = trained(loss_fn, captured=False)
+    assert trained(loss_fn, captured=True) == expected
+    assert trained(loss_fn, captured=True, in_step=True) == expected
+    assert trained(loss_fn, captured=False, by=2) != expected
+
+
+def test_a_fraction_that_an_operator_builds_in() -> None:
+    model = Counting()
+    with pytest.raises(
+        CaptureError, match=r"^forward changes attribute 'dropout.p' at each call, and at .*test_counted"
+    ):
+        capture_train_step(less_dropout, model, X)
+    assert model.dropout.p == 0.5
+
+
+def test_another_kind_of_number() -> None:
+    model = Counting()
+    step = capture_train_step(warmed_up, model, X)
+    model.num_calls = "one"  # type: ignore[assignment]
+    with pytest.raises(BatchMismatchError, match=r"^attribute 'num_calls' differs from the captured batch: exp"):
+        step(X)
+    model.num_calls = 3
+    step(X)
+    assert model.num_calls == 4
