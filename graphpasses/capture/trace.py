@@ -42,7 +42,7 @@ from graphpasses.identity import IdentityMap, find_state, named_state, same_bits
 from graphpasses.state.counted import Counted, CountedError, is_countable
 from graphpasses.state.kept_tensors import caches_emptied_on_error
 from graphpasses.state.left_tensors import FIRST_CALL, LeftTensors, live_state_restored, tensors_kept
-from graphpasses.state.model import is_trained, structure_kept, trained_state
+from graphpasses.state.model import is_trained, structure_check, trained_state
 from graphpasses.state.reads import Reads
 
 
@@ -112,7 +112,7 @@ def trace_step(
             """Returns the parameters, and buffers, that have gradients, by FQN."""
             return {fqn: parameter for fqn, parameter in named.items() if parameter.grad is not None}
 
-        left_tensors = LeftTensors(model)
+        left_tensors, check_structure = LeftTensors(model), structure_check(model, first_call=FIRST_CALL)
         given = [args[index] for index in structure.same or range(len(args))]
         records.append(record := record_calls(model, identity, given, only_undo=not is_recorded))
         with (
@@ -136,13 +136,13 @@ def trace_step(
                 compiled_calls_raise(),
                 _module_names_traced(model),
                 refusals.failures_placed(),
-                structure_kept(model, first_call=FIRST_CALL),
                 reads.running(),
                 record,
             ):
                 batch = structure.build(given)
                 containers = structure.containers(batch)[1:]
                 result = loss_fn(first_model(model), *batch)
+            check_structure()
             each_once = {id(container.value): container for container in containers}
             taken = [keys for container in each_once.values() for keys in container.taken()]
             if different := {fqn for fqn, _ in named_state(model)} ^ state.keys():
@@ -181,6 +181,7 @@ def trace_step(
                     gradients, also = dict(zip(parameters, computed, strict=False)), [*computed[len(parameters) :]]
                     for fqn in filled():
                         raise CaptureError(_INNER_BACKWARD.format(fqn))
+            check_structure()  # which hooks of backward may change, too
         for fqn, gradient in zip(replacing, also, strict=True):
             if gradient is not None:
                 raise CaptureError(_TRAINS_ANOTHER.format(fqn))

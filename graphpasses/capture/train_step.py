@@ -61,7 +61,8 @@ def capture_train_step(
     """Captures one training step of ``model`` as a :class:`~graphpasses.graph.CapturedStep`.
 
     Nothing of the model changes, but for buffers that forward lets require gradients: the step is traced on fake
-    tensors, and compared with one eager step, after which all is put back. Every rank of the model's meshes must capture, with batches of the same shapes.
+    tensors, and compared with one eager step, after which all is put back. Every rank of the model's meshes must
+    capture, with batches of the same shapes.
 
     Args:
         loss_fn: called as ``loss_fn(model, *batch)``; returns the loss, a scalar floating-point tensor, or a tuple

@@ -197,6 +197,14 @@ class LeftTensors:
         left, values = self.changed()
         for fqn in self._attributes.keys() - {fqn for fqn, *_ in _attributes_of(self._model)}:
             raise CaptureError(f"forward deletes attribute {fqn!r}, and a captured step would not{FIRST_CALL}")
+        containers = _containers(self._model)
+        for fqn, _, value in _attributes_of(self._model):
+            is_another = value is not (before := self._attributes.get(fqn)) and key_of(value) != key_of(before)
+            if is_another and not (fqn in left or fqn in values or fqn in containers):
+                raise CaptureError(
+                    f"forward keeps {key_of(value)} in attribute {fqn!r}, and a captured step would not. Keep "
+                    f"tensors and Python values in attributes of their own, or return the object{FIRST_CALL}"
+                )
         own = _parameters_of(self._model) | _without_containers(self._model)
         left = {fqn: each for fqn, each in left.items() if fqn in own}
         left |= {fqn: values.pop(fqn) for fqn in [*values] if isinstance(values[fqn], py_sym_types)}
@@ -220,7 +228,7 @@ class LeftTensors:
                 values[fqn] = Same(value.copy())
         known = self._known | {id(each) for each in self._model.parameters()}  # an RNN's list of its weights
         known |= {id(each) for fqn, each in own.items() if fqn not in left}
-        for fqn, container in _containers(self._model).items():
+        for fqn, container in containers.items():
             parts = _parts_of(fqn, container)
             num_known = sum(id(each) in known for each in parts.values())
             if num_known == len(parts):

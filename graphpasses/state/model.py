@@ -5,8 +5,7 @@ Whether it is as a step saw it last is asked of what Python and torch know of wr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from operator import is_
@@ -222,9 +221,8 @@ def check_gradient_hooks(fqn: str, parameter: torch.Tensor) -> None:
         )
 
 
-@contextmanager
-def structure_kept(model: nn.Module, *, first_call: str) -> Iterator[None]:
-    """Raises if the block, a forward, changes which modules a model has, their ties, or what counts of them, but for
+def structure_check(model: nn.Module, *, first_call: str) -> Callable[[], None]:
+    """Returns what raises if a step changes which modules a model has, their ties, or what counts of them, but for
     their modes; ``first_call`` ends the message.
     """
     before, modules = dict(model.named_modules()), [*model.modules()]
@@ -236,18 +234,25 @@ def structure_kept(model: nn.Module, *, first_call: str) -> Iterator[None]:
         return _first([None if is_tensor_subclass(each) else each for each in _tensors(modules, names)])
 
     facts, tied = _facts(modules, every), ties()
-    yield
-    for fqn, module in model.named_modules():
-        if before.get(fqn) is not module:
-            what = "puts another module in the place of" if fqn in before else "adds a module,"
-            raise CaptureError(f"forward {what} {fqn!r}, and a captured step would not{first_call}")
-    for fqn, known, now in zip(before, facts, _facts(modules, every), strict=True):
-        for name, was, is_now in zip(_FACTS, known, now, strict=True):
-            if was != is_now and name != "names":  # whose parameters and buffers are looked at elsewhere
-                what = f"{fqn}.{name}".lstrip(".")
-                raise CaptureError(f"forward changes {what!r} of a module, and a captured step would not{first_call}")
-    if any(was != now for was, now in zip(tied, ties(), strict=True) if -1 not in (was, now)):
-        raise CaptureError(f"forward ties two parameters, or parts them, and a captured step would not{first_call}")
+
+    def check() -> None:
+        for fqn, module in model.named_modules():
+            if before.get(fqn) is not module:
+                what = "puts another module in the place of" if fqn in before else "adds a module,"
+                raise CaptureError(f"forward {what} {fqn!r}, and a captured step would not{first_call}")
+        for fqn, known, now in zip(before, facts, _facts(modules, every), strict=True):
+            for name, was, is_now in zip(_FACTS, known, now, strict=True):
+                if was != is_now and name != "names":  # whose parameters and buffers are looked at elsewhere
+                    what = f"{fqn}.{name}".lstrip(".")
+                    raise CaptureError(
+                        f"forward changes {what!r} of a module, and a captured step would not{first_call}"
+                    )
+        if any(was != now for was, now in zip(tied, ties(), strict=True) if -1 not in (was, now)):
+            raise CaptureError(
+                f"forward ties two parameters, or parts them, and a captured step would not{first_call}"
+            )
+
+    return check
 
 
 def _facts(modules: Iterable[nn.Module], set_modes: Collection[int] = ()) -> list[tuple[Any, ...]]:

@@ -86,6 +86,10 @@ def deleted(model: Any, x: torch.Tensor) -> None:
     del model.note
 
 
+def kept(model: Any, x: torch.Tensor) -> None:
+    model.note = torch.distributions.Normal(x.mean(), 1.0)
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [
@@ -107,3 +111,26 @@ def test_what_a_step_does_not_leave(change: Callable[[Any, torch.Tensor], None],
     )
     model.change = lambda model, x: None
     capture_train_step(lambda model, x: model(x), model, X).check(2 * X)
+
+
+@pytest.mark.parametrize("change", [tied, added, hooked, swapped])
+def test_what_a_hook_of_backward_changes(change: Callable[[Any, torch.Tensor], None]) -> None:
+    def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        y.register_hook(lambda gradient: change(model, gradient))
+        return y
+
+    with pytest.raises(CaptureError, match=r"^forward (ties|adds|changes|puts)"):
+        capture_train_step(loss_fn, Changing(lambda model, x: None), X, check=False)
+
+
+def test_an_object_that_forward_keeps() -> None:
+    model = Changing(kept)
+    with pytest.raises(CaptureError) as caught:
+        capture_train_step(lambda model, x: model(x), model, X, check=False)
+    assert str(caught.value) == (
+        "forward keeps a Normal in attribute 'note', and a captured step would not. Keep tensors and Python values "
+        "in attributes of their own, or return the object. If it does so at the first call only, run loss_fn once "
+        "before the capture"
+    )
+    assert model.note is None
