@@ -87,7 +87,7 @@ def leave(model: nn.Module, computed: Mapping[str, Any], values: Mapping[str, An
         return alone.pop(each.name) if isinstance(each, Computed) else copy.copy(each)
 
     # New lists, which others may change.
-    made = {fqn: pytree.tree_map(part, value) for fqn, value in values.items()}
+    made = {fqn: pytree.tree_map(part, value, is_leaf=_is_size) for fqn, value in values.items()}
     for fqn, value in (made | alone).items():
         owner, _, name = fqn.rpartition(".")
         module = model.get_submodule(owner)
@@ -256,6 +256,11 @@ _IN_CONTAINER = (
     "keep it in an attribute, or a buffer, of its own"
 )
 FIRST_CALL = ". If it does so at the first call only, run loss_fn once before the capture"
+
+
+def _is_size(value: Any) -> bool:
+    """Whether a value is the size of a tensor, of which pytree would make a tuple."""
+    return isinstance(value, torch.Size)
 
 
 def _shape(tensor: torch.Tensor) -> tuple[Any, ...]:

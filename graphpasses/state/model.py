@@ -233,7 +233,10 @@ def structure_check(model: nn.Module, *, first_call: str) -> Callable[[], None]:
         # Of a DTensor each name is traced by a tensor of its own, and FSDP2 puts others there.
         return _first([None if is_tensor_subclass(each) else each for each in _tensors(modules, names)])
 
-    facts, tied = _facts(modules, every), ties()
+    def kept() -> list[frozenset[str]]:
+        return [frozenset(module._non_persistent_buffers_set) for module in modules]
+
+    facts, tied, not_saved = _facts(modules, every), ties(), kept()
 
     def check() -> None:
         for fqn, module in model.named_modules():
@@ -242,11 +245,14 @@ def structure_check(model: nn.Module, *, first_call: str) -> Callable[[], None]:
                 raise CaptureError(f"forward {what} {fqn!r}, and a captured step would not{first_call}")
         for fqn, known, now in zip(before, facts, _facts(modules, every), strict=True):
             for name, was, is_now in zip(_FACTS, known, now, strict=True):
-                if was != is_now and name != "names":  # whose parameters and buffers are looked at elsewhere
+                # Which parameters and buffers there are is looked at elsewhere.
+                if was != is_now and (name != "names" or {*was} == {*is_now}):
                     what = f"{fqn}.{name}".lstrip(".")
                     raise CaptureError(
                         f"forward changes {what!r} of a module, and a captured step would not{first_call}"
                     )
+        if kept() != not_saved:
+            raise CaptureError(f"forward sets whether a buffer is saved, and a captured step would not{first_call}")
         if any(was != now for was, now in zip(tied, ties(), strict=True) if -1 not in (was, now)):
             raise CaptureError(
                 f"forward ties two parameters, or parts them, and a captured step would not{first_call}"

@@ -23,8 +23,9 @@ class Changing(nn.Module):
         self.change = change
         self.linear, self.other, self.dropout = nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout(0.5)
         self.facts: dict[str, Any] = {"rows": 0}
+        self.register_buffer("scale", torch.ones(()))
         self.seen: set[int] = set()
-        self.note: str | None = None
+        self.note: Any = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.change(self, x)
@@ -40,12 +41,17 @@ def counts_rows(model: Any, x: torch.Tensor) -> None:
     model.seen.add(len(x))
 
 
+def keeps_sizes(model: Any, x: torch.Tensor) -> None:
+    model.facts = {"sizes": (x.shape, x.dtype, x.device)}
+    model.note = x.shape
+
+
 def empties(model: Any, x: torch.Tensor) -> None:
     model.facts.clear()
     model.facts.update(sizes=[*x.shape])
 
 
-@pytest.mark.parametrize("change", [freezes, counts_rows, empties])
+@pytest.mark.parametrize("change", [freezes, counts_rows, keeps_sizes, empties])
 def test_what_a_step_leaves_as_eager_does(change: Callable[[Any, torch.Tensor], None]) -> None:
     def trained(*, captured: bool) -> list[Any]:
         model = Changing(change)
@@ -56,8 +62,14 @@ def test_what_a_step_leaves_as_eager_does(change: Callable[[Any, torch.Tensor], 
             assert (model.facts, model.seen, model.dropout.training) == ({"rows": 0}, set(), True)
         for scale in (1.0, 2.0, 3.0):
             model.train()
-            found += [step(scale * X).item(), copy.deepcopy(model.facts), {*model.seen}, model.dropout.training]
-        return [*found, facts is model.facts]
+            found += [
+                step(scale * X).item(),
+                copy.deepcopy(model.facts),
+                {*model.seen},
+                model.dropout.training,
+                model.note,
+            ]
+        return [*found, facts is model.facts, type(model.note)]
 
     assert trained(captured=True) == trained(captured=False)
 
@@ -82,6 +94,16 @@ def tied(model: Any, x: torch.Tensor) -> None:
     model.other.weight = model.linear.weight
 
 
+def ordered(model: Any, x: torch.Tensor) -> None:
+    other, model.other = model.other, None
+    del model.other
+    model.other = other
+
+
+def saved(model: Any, x: torch.Tensor) -> None:
+    model.register_buffer("scale", model.scale, persistent=False)
+
+
 def deleted(model: Any, x: torch.Tensor) -> None:
     del model.note
 
@@ -98,6 +120,8 @@ def kept(model: Any, x: torch.Tensor) -> None:
         (swapped, "forward puts another module in the place of 'linear',"),
         (added, "forward adds a module, 'more',"),
         (tied, "forward ties two parameters, or parts them,"),
+        (ordered, "forward changes 'names' of a module,"),
+        (saved, "forward sets whether a buffer is saved,"),
         (deleted, "forward deletes attribute 'note',"),
     ],
 )
