@@ -26,6 +26,11 @@ def hook_ids(module: nn.Module) -> tuple[int, ...]:
     return tuple(chain.from_iterable(dicts)) if any(dicts) else ()  # of most modules there are none
 
 
+def unsaved_buffers(module: nn.Module) -> frozenset[str]:
+    """Returns the names of a module's own buffers that are not in its ``state_dict``."""
+    return frozenset(module._non_persistent_buffers_set)
+
+
 def global_hook_ids() -> tuple[int, ...]:
     """Returns the numbers of the hooks around all modules, which ``register_module_*_hook`` gives, but for our own.
 

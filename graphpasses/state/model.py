@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from graphpasses._torch.module_hooks import dict_versions, guard_of, have_hooks, hook_ids, parts_of
+from graphpasses._torch.module_hooks import dict_versions, guard_of, have_hooks, hook_ids, parts_of, unsaved_buffers
 from graphpasses._torch.optimizers import find_gradient_hooks
 from graphpasses._torch.schemas import is_tensor_subclass
 from graphpasses._torchtitan import wrapped_class
@@ -233,10 +233,7 @@ def structure_check(model: nn.Module, *, first_call: str) -> Callable[[], None]:
         # Of a DTensor each name is traced by a tensor of its own, and FSDP2 puts others there.
         return _first([None if is_tensor_subclass(each) else each for each in _tensors(modules, names)])
 
-    def kept() -> list[frozenset[str]]:
-        return [frozenset(module._non_persistent_buffers_set) for module in modules]
-
-    facts, tied, not_saved = _facts(modules, every), ties(), kept()
+    facts, tied, unsaved = _facts(modules, every), ties(), [*map(unsaved_buffers, modules)]
 
     def check() -> None:
         for fqn, module in model.named_modules():
@@ -251,7 +248,7 @@ def structure_check(model: nn.Module, *, first_call: str) -> Callable[[], None]:
                     raise CaptureError(
                         f"forward changes {what!r} of a module, and a captured step would not{first_call}"
                     )
-        if kept() != not_saved:
+        if [*map(unsaved_buffers, modules)] != unsaved:
             raise CaptureError(f"forward sets whether a buffer is saved, and a captured step would not{first_call}")
         if any(was != now for was, now in zip(tied, ties(), strict=True) if -1 not in (was, now)):
             raise CaptureError(
