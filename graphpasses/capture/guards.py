@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -151,8 +151,8 @@ class Decisions:
             for symbol, value in self._values.items()
             if symbol not in stated
         ]
-        for decision in (*self._decisions, *told):
-            self._refuse_counted(decision)
+        if self._counted:
+            self._refuse_counted((*self._decisions, *told))
         by_condition = {decision.condition: decision for decision in reversed((*self._decisions, *told))}
         decisions = [
             decision
@@ -204,16 +204,17 @@ class Decisions:
             )
         return guards
 
-    def _refuse_counted(self, decision: Decision) -> None:
+    def _refuse_counted(self, decisions: Iterable[Decision]) -> None:
         """Raises if an operator builds in a fraction that is another at each call."""
         names = {node: item.fqn for node, (item, _) in zip(self._slices.placeholders, self._inputs, strict=False)}
-        equal = {symbol for each in decision.condition.atoms(sympy.Eq) for symbol in each.free_symbols}
-        for symbol in (each for each in equal if not each.is_integer):
+        equal = ((each.where, pair) for each in decisions for pair in each.condition.atoms(sympy.Eq))
+        fractions = ((where, each) for where, pair in equal for each in pair.free_symbols if not each.is_integer)
+        for where, symbol in fractions:
             node, _ = self._slices.bound.get(symbol, (None, None))
             source = node.args[0] if node is not None and node.args else None
             if isinstance(source, fx.Node) and names.get(source) in self._counted:
                 raise CaptureError(
-                    f"forward changes {names[source]} at each call, and at {decision.where} gives it to an operator "
+                    f"forward changes {names[source]} at each call, and at {where} gives it to an operator "
                     "that builds it in, as a dropout its rate: the step would be captured again at each call. Set it "
                     "outside, and seldom, or compute with it"
                 )

@@ -32,11 +32,7 @@ def held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     parts = [_parts_of(fqn, container) for fqn, container in _containers(model).items()]
     tensors = {name: each for held in parts for name, each in held.items() if isinstance(each, torch.Tensor)}
-    return (
-        _parameters_of(model)
-        | _without_containers(model)
-        | {name: each for name, each in tensors.items() if not isinstance(each, nn.Parameter)}
-    )
+    return _own_tensors(model) | {name: each for name, each in tensors.items() if not isinstance(each, nn.Parameter)}
 
 
 def _held_values(model: nn.Module) -> dict[str, Any]:
@@ -205,7 +201,7 @@ class LeftTensors:
                     f"forward keeps {key_of(value)} in attribute {fqn!r}, and a captured step would not. Keep "
                     f"tensors and Python values in attributes of their own, or return the object{FIRST_CALL}"
                 )
-        own = _parameters_of(self._model) | _without_containers(self._model)
+        own = _own_tensors(self._model)
         left = {fqn: each for fqn, each in left.items() if fqn in own}
         left |= {fqn: values.pop(fqn) for fqn in [*values] if isinstance(values[fqn], py_sym_types)}
         for fqn, value in left.items():
@@ -290,6 +286,10 @@ def _kind(tensor: torch.Tensor) -> str:
 def _parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
     is_sharded, named = bool(fsdp_groups(model)), named_sharded_parameters(model)
     return {fqn: each for fqn, each in named if not (is_sharded and is_tensor_subclass(each))}
+
+
+def _own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return _parameters_of(model) | _without_containers(model)
 
 
 def _without_containers(model: nn.Module) -> dict[str, torch.Tensor]:
