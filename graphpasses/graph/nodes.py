@@ -28,6 +28,8 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 EXACT_REGION = "exact_region"
 """In ``meta`` of a node: the number of the region that it is a part of, which runs as one kernel."""
 
+_SAME_AS_KEYS = frozenset({int, bool, str, type(None), torch.dtype, torch.device, torch.layout, fx.Node})
+
 METADATA_OPS = frozenset(
     {
         torch.ops.aten.sym_size.int,
@@ -122,6 +124,8 @@ def freeze(value: Any) -> Hashable:
 
     So have complex numbers of zeros of both signs.
     """
+    if (kind := type(value)) in _SAME_AS_KEYS:
+        return kind, value
     if isinstance(value, (list, tuple)):
         return tuple(map(freeze, value))
     if isinstance(value, dict):
