@@ -107,7 +107,7 @@ class Facts:
     def call_of(self, node: fx.Node, is_fresh: bool) -> Hashable:
         """Returns what decides what a call makes; of what lies in its inputs' memory, in which, too."""
         memories: dict[Leaf, int] = {}
-        inputs, numbers = dict[Hashable, int](), dict[fx.Node, int]()  # those that lie alike have one number
+        inputs, numbers = dict[Hashable, int](), dict[fx.Node, Any]()  # those that lie alike have one number
         for number, each in enumerate(node.all_input_nodes):
             found: list[Hashable] = ["input", 0 if is_fresh else number]
             for (fake, _), place in zip(leaves(self.values[each]), self.places[each], strict=True):
@@ -117,8 +117,8 @@ class Facts:
                 else:
                     memory = 0 if is_fresh else memories.setdefault(place.root, len(memories))
                     found.append((place.view, fake.device, memory))
-            numbers[each] = inputs.setdefault(tuple(found), len(inputs))
-        return freeze(fx.node.map_arg((node.args, node.kwargs), lambda each: (fx.Node, numbers[each]))), *inputs
+            numbers[each] = fx.Node, inputs.setdefault(tuple(found), len(inputs))
+        return freeze(fx.node.map_arg((node.args, node.kwargs), numbers.__getitem__)), *inputs
 
     def _computed(self, node: fx.Node) -> Any:
         """Returns what a call makes of its inputs; what the node says it has, where that depends on data."""
