@@ -63,6 +63,10 @@ def in_backward(model: Any, x: torch.Tensor) -> torch.Tensor:
     return (model[2](y) * model.average).square().mean()
 
 
+def moved_to_where_it_is(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.to(x.device, x.dtype)(x * model.average).square().mean()
+
+
 def trained(loss_fn: Callable[..., Any], step_of: Callable[..., Any]) -> list[torch.Tensor]:
     """Returns all that three steps compute and leave, and what the memory holds that the model had before each."""
     trained, results, memory = model(), [], []
@@ -101,6 +105,7 @@ FOLLOWED = [
     what_was_assigned_is_written,
     a_result_that_backward_reads,
     in_backward,
+    moved_to_where_it_is,
 ]
 
 

@@ -315,10 +315,10 @@ def test_an_average_in_place_is_eagers() -> None:
 
 
 class Converting(nn.Linear):
-    """Converts itself, to what it is already."""
+    """Converts itself to another type, and back."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.to(self.weight.dtype)
+        self.to(torch.float64).to(torch.float32)
         return super().forward(x)
 
 
