@@ -84,6 +84,7 @@ def trace_with_torch(fn: Callable[..., Any], module: nn.Module | None = None) ->
             torch._dynamo.config.patch(error_on_nested_fx_trace=False),
             torch.autograd.set_multithreading_enabled(False),  # backward in this thread, where the tracing is
             mock.patch.object(proxy, "CapturedTraceback", _Frames),
+            mock.patch.object(nn.Module, "_apply", _convert_others),
             # A tracer gives names of functions of ``torch.fx.wrap``, and of ``math``'s, other functions.
             mock.patch.multiple(_symbolic_trace, _patch_wrapped_functions=_nothing, _autowrap_check=_nothing),
             _of_compiler("_non_strict_tracing_context", nullcontext),
@@ -99,6 +100,15 @@ def trace_with_torch(fn: Callable[..., Any], module: nn.Module | None = None) ->
 
 def _nothing(*_: object) -> None:
     pass
+
+
+_convert: Any = nn.Module._apply
+
+
+def _convert_others(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+    """Converts a module that is not so already, as one on the device to which ``.to()`` moves it is."""
+    tensors = *module.parameters(recurse), *module.buffers(recurse)
+    return module if all(fn(each) is each for each in tensors) else _convert(module, fn, recurse)
 
 
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor, name: str) -> torch.Tensor:

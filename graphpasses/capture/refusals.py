@@ -6,7 +6,7 @@ import inspect
 import re
 import threading
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -288,17 +288,7 @@ def assigned_memory(model: nn.Module, batch: Sequence[Any]) -> Iterator[dict[str
         what = f"{name!r}" if name else f"a tensor of shape {list(tensor.shape)}, {tensor.dtype},"
         raise CaptureError(f"{what} {OTHER_MEMORY}, with .data = ... at {user_line()}{WRITE_IN_PLACE}")
 
-    convert: Any = nn.Module._apply
-
-    def convert_others(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        tensors = *module.parameters(recurse), *module.buffers(recurse)
-        is_same = all(fn(each) is each for each in tensors)  # as of .to(device), on the device where it is
-        return module if is_same else convert(module, fn, recurse)
-
-    with (
-        mock.patch.object(torch.Tensor, "data", property(data.__get__, assign)),
-        mock.patch.object(nn.Module, "_apply", convert_others),
-    ):
+    with mock.patch.object(torch.Tensor, "data", property(data.__get__, assign)):
         yield assigned
 
 
