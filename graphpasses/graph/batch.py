@@ -40,14 +40,27 @@ def check_leaves(leaves: Sequence[Any], captured_leaves: Sequence[tuple[str, Any
         if not same:
             # Strides are shown where nothing else differs.
             strides = _describe(leaf, varying=dims) == _describe(captured, varying=dims)
-            is_number = type(leaf) is type(captured) and type(leaf) in (int, float)
-            instead = "give a number that varies in a tensor" if is_number else "pad the batch"
-            if isinstance(leaf, str):
-                instead = "leave a text that varies, as a file's name, out of the batch"
             raise BatchMismatchError(
                 f"{path} differs from the captured batch: expected {_describe(captured, strides, dims)}, "
-                f"got {_describe(leaf, strides)}. Capture a step for it, or {instead}"
+                f"got {_describe(leaf, strides)}. Capture a step for it{_instead(leaf, captured, strides)}"
             )
+
+
+def _instead(leaf: Any, captured: Any, has_other_strides: bool) -> str:
+    """Returns what else a user may do who gives a step another leaf than it was captured with."""
+    if isinstance(leaf, str):
+        return ", or leave a text that varies, as a file's name, out of the batch"
+    if type(leaf) is type(captured) and type(leaf) in (int, float):
+        return ", or give a number that varies in a tensor"
+    if not (isinstance(leaf, torch.Tensor) and isinstance(captured, torch.Tensor)):
+        return ""
+    if (leaf.dtype, leaf.device) != (captured.dtype, captured.device):
+        return f", or convert it, with .to({str(captured.device)!r}, {captured.dtype})"
+    if has_other_strides:
+        return ", or lay it out like that, as .contiguous() does"
+    if leaf.is_conj() or leaf.is_neg():
+        return ", or resolve the view, with .resolve_conj() or .resolve_neg()"
+    return ", pad the batch, or name the dims that vary in capture_train_step's dynamic_shapes"
 
 
 def _check_sizes(leaves: Sequence[Any], captured_leaves: Sequence[tuple[str, Any]], varying: Varying) -> None:

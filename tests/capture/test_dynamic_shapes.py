@@ -253,7 +253,8 @@ WRONG_BATCHES: dict[str, tuple[tuple[torch.Tensor, torch.Tensor], str]] = {
         (
             "batch[0] differs from the captured batch: expected shape [any, 4], torch.float32, on cpu, "
             "got shape [6, 3], "
-            "torch.float32, on cpu. Capture a step for it, or pad the batch"
+            "torch.float32, on cpu. Capture a step for it, pad the batch, or name the dims that vary in "
+            "capture_train_step's dynamic_shapes"
         ),
     ),
     "not_contiguous": (
@@ -261,7 +262,8 @@ WRONG_BATCHES: dict[str, tuple[tuple[torch.Tensor, torch.Tensor], str]] = {
         (
             "batch[0] differs from the captured batch: expected shape [any, 4], torch.float32, on cpu, "
             "strides [4, 1], got "
-            "shape [6, 4], torch.float32, on cpu, strides [1, 6]. Capture a step for it, or pad the batch"
+            "shape [6, 4], torch.float32, on cpu, strides [1, 6]. Capture a step for it, or lay it out like "
+            "that, as .contiguous() does"
         ),
     ),
 }

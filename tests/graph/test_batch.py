@@ -81,12 +81,12 @@ def test_plain_values_that_differ(captured_value: object, other: object) -> None
     step = capture_train_step(lambda model, x, value: model(x).sum(), nn.Linear(4, 1), X, captured_value)
     step(X, captured_value)
     instead = {
-        str: "leave a text that varies, as a file's name, out of the batch",
-        float: "give a number that varies in a tensor",
-    }.get(type(other) if type(other) is type(captured_value) else object, "pad the batch")
+        str: ", or leave a text that varies, as a file's name, out of the batch",
+        float: ", or give a number that varies in a tensor",
+    }.get(type(other) if type(other) is type(captured_value) else object, "")
     assert refused(step, X, other) == (
         f"batch[1] differs from the captured batch: expected {captured_value!r}, got {other!r}. Capture a step for "
-        f"it, or {instead}"
+        f"it{instead}"
     )
 
 
@@ -128,7 +128,8 @@ def test_strides(leaf: torch.Tensor) -> None:
     step = capture_train_step(lambda model, x: model(x).sum(), nn.Linear(4, 1), X)
     assert refused(step, leaf) == (
         "batch[0] differs from the captured batch: expected shape [2, 4], torch.float32, on cpu, strides [4, 1], got "
-        f"shape [2, 4], torch.float32, on cpu, strides {list(leaf.stride())}. Capture a step for it, or pad the batch"
+        f"shape [2, 4], torch.float32, on cpu, strides {list(leaf.stride())}. Capture a step for it, or lay it out "
+        "like that, as .contiguous() does"
     )
     assert capture_train_step(lambda model, x: model(x).sum(), step.model, leaf)(leaf).isfinite()
 
@@ -139,7 +140,7 @@ def test_conjugates() -> None:
     step = capture_train_step(lambda model, x: model(x.real.clone()).sum(), nn.Linear(4, 1), x)
     assert refused(step, x.conj()) == (
         "batch[0] differs from the captured batch: expected shape [2, 4], torch.complex64, on cpu, got shape [2, 4], "
-        "torch.complex64, on cpu, conj view. Capture a step for it, or pad the batch"
+        "torch.complex64, on cpu, conj view. Capture a step for it, or resolve the view, with .resolve_conj() or .resolve_neg()"
     )
     assert same_bits(step(x.conj().resolve_conj()), step(x))
 

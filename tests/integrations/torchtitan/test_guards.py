@@ -99,7 +99,8 @@ def test_changes_after_the_trace(tmp_path: Path) -> None:
         "global": f"'SCALE' was 1.0 {was} 2.0 now; {given}",
         "setting": f"torch.are_deterministic_algorithms_enabled() was True {was} False now; {again}",
         "batch": "inputs differs from the captured batch: expected shape [1, 64], torch.int64, on cpu, got shape "
-        "[1, 32], torch.int64, on cpu. Capture a step for it, or pad the batch",
+        "[1, 32], torch.int64, on cpu. Capture a step for it, pad the batch, or name the dims that vary in "
+        "capture_train_step's dynamic_shapes",
         "nothing again": "",
     }
 
