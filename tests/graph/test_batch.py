@@ -140,7 +140,8 @@ def test_conjugates() -> None:
     step = capture_train_step(lambda model, x: model(x.real.clone()).sum(), nn.Linear(4, 1), x)
     assert refused(step, x.conj()) == (
         "batch[0] differs from the captured batch: expected shape [2, 4], torch.complex64, on cpu, got shape [2, 4], "
-        "torch.complex64, on cpu, conj view. Capture a step for it, or resolve the view, with .resolve_conj() or .resolve_neg()"
+        "torch.complex64, on cpu, conj view. Capture a step for it, or resolve the view, with .resolve_conj() or "
+        ".resolve_neg()"
     )
     assert same_bits(step(x.conj().resolve_conj()), step(x))
 
