@@ -39,7 +39,7 @@ def check_on_batch(loss_fn: Callable[..., Any], step: CapturedStep, batch: Seque
     agreed = partial(consensus.raised_together, another)
     with agreed():
         # Before eager runs, since hooks that came since the capture may keep something.
-        step.snapshot.check(step.model)
+        step.captures[0].snapshot.check(step.model)
         if step.update is not None:
             step.update.optimizers.check()
         theirs = _results(step, batch, lambda: run_eagerly(loss_fn, step, batch))

@@ -133,8 +133,7 @@ def capture_train_step(
     elsewhere = FailedElsewhereError("another rank could not capture the step; its message says why")
     with consensus.raised_together(elsewhere) as traced_everywhere:
         step = capture(model, *batch, traced_everywhere=traced_everywhere)
-    again = partial(capture, counted=step.counted) if recapture else None
-    return replace(step, recapture=again, check_every=check_every)
+    return replace(step, recapture=capture if recapture else None, check_every=check_every)
 
 
 def _capture(

@@ -189,12 +189,13 @@ class CapturedStep(TrainGraph):
         staying = self._staying()
         self._unsharded.shard(staying)
         waiting, pending = self.cut_steps.find_waiting()
-        tensors = self.snapshot.check(self.model)
-        leaves = [*self.batch_structure.leaves(batch), *self.counted.read(self.model)]
-        check_leaves(leaves, self.batch_leaves, self.varying)
-        step: Self = self._cache.fitting(batch, leaves, partial(self._value, leaves=leaves))
-        if step is not self:
-            tensors = step.snapshot.check(self.model)
+        tensors = (first := self._cache.steps[0]).snapshot.check(self.model)
+        leaves = [*(given := self.batch_structure.leaves(batch)), *first.counted.read(self.model)]
+        check_leaves(leaves, first.batch_leaves, self.varying)
+        leaf_of = {path: leaf for (path, _), leaf in zip(first.batch_leaves, leaves, strict=True)}
+        step: Self = self._cache.fitting(batch, leaves, partial(self._value, leaves=leaf_of))
+        if step is not first:
+            tensors, leaves = step.snapshot.check(self.model), [*given, *step.counted.read(self.model)]
         step = step.cut_steps.fitting(step, waiting)
         is_updatable = step.update is None or step.update.check(
             step.snapshot.structure.named(tensors, step.parameters)
@@ -221,7 +222,7 @@ class CapturedStep(TrainGraph):
 
     @property
     def captures(self) -> tuple[CapturedStep, ...]:
-        """This step, and those that were captured since for batches by which ``loss_fn`` decides otherwise."""
+        """This step, and those captured since, by what ``loss_fn`` decides, and the numbers that forward changes."""
         return tuple(self._cache.steps)
 
     @cached_property
@@ -257,9 +258,9 @@ class CapturedStep(TrainGraph):
         trained = frozenset(self.parameters) - self.without_gradient
         return CutSteps(self.model, self.identity, trained, self.cuts, self.update is not None, self._with_graph)
 
-    def _value(self, item: GraphInput, leaves: Sequence[Any]) -> Any:
+    def _value(self, item: GraphInput, leaves: Mapping[str, Any]) -> Any:
         if item.kind is InputKind.BATCH:
-            return leaves[[path for path, _ in self.batch_leaves].index(item.fqn)]
+            return leaves[item.fqn]
         tensor = get_state(self.model, item.fqn)
         return getattr(tensor, item.attr) if item.attr else tensor
 

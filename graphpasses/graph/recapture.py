@@ -18,7 +18,8 @@ from graphpasses.graph.train_graph import GraphInput
 Recapture: TypeAlias = Callable[..., Any]
 """Captures a step again, for a batch by which ``loss_fn`` decides otherwise.
 
-Called as ``capture(model, *batch, traced_everywhere=...)``, which it calls before the ranks run anything together.
+Called as ``capture(model, *batch, counted=..., traced_everywhere=...)``: the numbers that are inputs until now, and
+what it calls before the ranks run anything together.
 """
 
 MAX_STEPS = 8
@@ -37,6 +38,7 @@ class GuardedCache:
 
     def __init__(self, first: Step) -> None:
         self.steps = [first]
+        self._num_captured = 1
         self._device = next(first.model.parameters()).device
         self._consensus = RankConsensus.of_graph(first.graph, self._device)
         self.groups = self._consensus.groups  # the names of those with which the step communicates
@@ -69,8 +71,12 @@ class GuardedCache:
         if True in fits:
             return self.steps[fits.index(True)]
         found = next(filter(None, differences), "on another rank, loss_fn decided otherwise than it does now")
-        self.steps.append(self._capture(batch, found))
-        return self.steps[-1]
+        step = self._capture(batch, found)
+        # The others hold a number constant that this one changes.
+        if not self._consensus.all_ranks([step.counted == self.steps[0].counted])[0]:
+            self.steps.clear()
+        self.steps.append(step)
+        return step
 
     def _capture(self, batch: tuple[Any, ...], difference: str) -> Step:
         first = self.steps[0]
@@ -78,15 +84,16 @@ class GuardedCache:
             raise CaptureError(
                 f"{difference}. Capture it with recapture=True, or capture a step for each of these cases"
             )
-        if len(self.steps) == MAX_STEPS:
+        if self._num_captured == MAX_STEPS:
             raise CaptureError(
                 f"{difference}. The step was captured for {MAX_STEPS} such cases, and no more are kept. {NO_DECISION}"
             )
         elsewhere = FailedElsewhereError("another rank could not capture the step again; its message says why")
         together = partial(self._consensus.raised_together, elsewhere)
         with together(), together() as traced_everywhere, torch.enable_grad():
-            step = first.recapture(first.model, *batch, traced_everywhere=traced_everywhere)
-        step.seconds = first.seconds
+            step = first.recapture(first.model, *batch, counted=first.counted, traced_everywhere=traced_everywhere)
+        self._num_captured += 1
+        step.seconds, step.recapture = first.seconds, first.recapture
         return self.rewritten(step, first.rewrites)
 
     def rewritten(self, step: Step, rewrites: Iterable[Callable[[Step], Step]]) -> Step:

@@ -45,6 +45,13 @@ def less_dropout(model: Any, x: torch.Tensor) -> torch.Tensor:
     return model.dropout(model.linear(x)).square().mean()
 
 
+def less_noise_later(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.num_calls += 1
+    if model.num_calls > 2 and model.num_calls % 2:
+        model.average += 0.3
+    return (model.linear(x) + model.average).square().mean()
+
+
 def by_its_average(model: Any, x: torch.Tensor) -> torch.Tensor:
     loss = model.linear(x).square().mean()
     model.average = 0.5 * model.average + loss.item()
@@ -73,12 +80,25 @@ def trained(loss_fn: Callable[..., torch.Tensor], *, captured: bool, in_step: bo
     return found
 
 
-@pytest.mark.parametrize("loss_fn", [warmed_up, every_other, less_noise, by_its_average])
+@pytest.mark.parametrize("loss_fn", [warmed_up, every_other, less_noise, less_noise_later, by_its_average])
 def test_numbers_are_followed(loss_fn: Callable[..., torch.Tensor]) -> None:
     expected = trained(loss_fn, captured=False)
     assert trained(loss_fn, captured=True) == expected
     assert trained(loss_fn, captured=True, in_step=True) == expected
     assert trained(loss_fn, captured=False, by=2) != expected
+
+
+def test_a_number_that_forward_changes_later_alone() -> None:
+    model = Counting()
+    step = capture_train_step(less_noise_later, model, X)
+    calls = []
+    for _ in range(6):
+        step(X)
+        step.check(X)  # of what runs now
+        calls.append((model.num_calls, model.average))
+    assert calls == [(1, 0), (2, 0), (3, 0.3), (4, 0.3), (5, 0.6), (6, 0.6)]
+    assert len(step.captures) == 2  # the first would hold constant what others change
+    assert step.captures[0].counted.fqns == step.captures[1].counted.fqns == ("num_calls", "average")
 
 
 def test_a_fraction_that_an_operator_builds_in() -> None:
