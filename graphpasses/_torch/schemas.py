@@ -129,8 +129,11 @@ def written_names(target: Any) -> frozenset[str]:
 
 
 def is_seeded(target: Any) -> bool:
-    """Whether an operator says that it draws random numbers."""
-    return is_operator(target) and torch.Tag.nondeterministic_seeded in target.tags
+    """Whether an operator says that it draws random numbers, or has the name of one of ATen's that does."""
+    if not is_operator(target):
+        return False
+    is_named_so = target.namespace != "aten" and target._schema.name.partition("::")[2].rstrip("_") in random_names()
+    return is_named_so or torch.Tag.nondeterministic_seeded in target.tags
 
 
 def draws(node: fx.Node) -> bool:
