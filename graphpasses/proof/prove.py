@@ -254,7 +254,7 @@ class _Proof:
     def _compare_uses(self) -> None:
         """Compares in which order autograd adds gradients, of values that both graphs have."""
         for number, uses in self.one.uses.items():
-            others = self.two.uses.get(number, uses)
+            others = self.two.uses.get(number, [])
             if uses == others or max(len(uses), len(others)) == 1:
                 continue
             one, two = self.one.makers.get(number), self.two.makers.get(number)
