@@ -210,6 +210,8 @@ class Evaluation(Arrivals):
             key = (*key, "overlapping", overlaps)  # type: ignore[misc]
         has_state = has_hidden_state(node) and not draws(node) and not is_function(node.target)
         key = self._after_others(draws_random_numbers(node), has_state, key)
+        if (group := collective_group(node)) is not None:  # it brings what it brings at once
+            self._done.collectives.append(Collective(node, self._sent_by(node), str(group), key, is_followed=False))
         result = self.opaque(node, fake, key)
         if node.target == PACK and isinstance(result, Value):
             given = self._arguments(node)[0]
@@ -262,10 +264,8 @@ class Evaluation(Arrivals):
             outputs, inputs = given_args[1:3]
             self._packs.send(sent.number, result.number, outputs, inputs, group)
         members = self._packs.members(sent.number) if isinstance(sent, Value) else []
-        read = map(self._table.__getitem__, members) if members else map(self._read, node.all_input_nodes)
-        given = tuple(each for each in read if isinstance(each, Value))
-        launch = Collective(node, given, group, freeze(args[1:]), bool(members))
-        self._done.collectives.append(launch)
+        given = tuple(map(self._table.__getitem__, members)) or self._sent_by(node)
+        self._done.collectives.append(Collective(node, given, group, freeze(args[1:]), bool(members)))
         if writes := written_inputs(node):
             result = self._written(node, writes, key, result)
         self._launch_into(node)
@@ -273,6 +273,9 @@ class Evaluation(Arrivals):
 
     def _unpacked(self, node: fx.Node, fakes: Any) -> list[Any] | None:
         """Returns what each of several all-to-alls brings that travelled as one."""
+    def _sent_by(self, node: fx.Node) -> tuple[Value, ...]:
+        return tuple(each for each in map(self._read, node.all_input_nodes) if isinstance(each, Value))
+
         received = self._read(argument(node))
         splits = evaluated(self._arguments(node)[0][1], self._number)
         if not isinstance(received, Value):

@@ -151,6 +151,22 @@ def test_a_write_beside_what_is_sent() -> None:
         assert why_not(step(True), step(False), whole[:4], whole[4:]) == ""
 
 
+def test_every_call_on_a_group_is_a_launch() -> None:
+    def step(is_first: bool) -> Step:
+        def run(x: Tensor) -> list[Tensor]:
+            group = torch.distributed.group.WORLD.group_name
+            moved = torch.ops._dtensor.shard_dim_alltoall(x, 0, 1, group) if is_first else None
+            total = c10d.wait_tensor(c10d.all_reduce(x, "sum", group))
+            return [torch.ops._dtensor.shard_dim_alltoall(x, 0, 1, group) if moved is None else moved, total]
+
+        return run
+
+    with fake_process_group(2):
+        one, two = (capture(step(is_first), torch.ones(4, 4), is_fixed=True) for is_first in (True, False))
+        launches = [each.call.partition("(")[0] for each in prove(one, two).launches]
+    assert launches == ["_c10d_functional.all_reduce.default", "_dtensor.shard_dim_alltoall.default"]
+
+
 @dataclass(frozen=True)
 class OtherGroups(GraphPass):
     """Exchanges the groups of shards and of replicas, which have as many ranks."""
