@@ -60,7 +60,8 @@ _SPLIT = RULES[aten.split_with_sizes.default][1]
 # By name: torch has these operators where its module of them was imported.
 OFFLOADING = frozenset({"ao.offload.default", "ao.reload.default", "ao.wait_tensor.default"})
 
-AXIOMS["exact kernels"] = (
+EXACT_KERNELS = "exact kernels"
+AXIOMS[EXACT_KERNELS] = (
     "groups of operators run as one kernel by Inductor, with contraction off, signed zeros kept and each result "
     "rounded: IEEE 754 fixes the bits of what stands in them (+, -, *, /, casts, comparisons, selects, copies), or "
     "it is a function of half precision that has eager's bits for all values; each kernel is run beside eager's "
@@ -111,7 +112,7 @@ class Evaluation(Arrivals):
         for node in sorted(graph.graph.nodes, key=lambda node: node.op != "get_attr"):
             self._look_for_chance(node)
             if EXACT_REGION in node.meta:
-                self._axioms.add("exact kernels")
+                self._axioms.add(EXACT_KERNELS)
             if node.op == "output":
                 break
             value = self.evaluate_node(node)
@@ -125,6 +126,7 @@ class Evaluation(Arrivals):
                 if isinstance(each, Value):
                     done.makers.setdefault(each.number, node)
         done.broken += [(node, f"{node.name} is launched and never waited for") for node in self._launched()]
+        self._axioms |= {EXACT_KERNELS} if graph.runs_as is not None else set()
         self._outputs()
         done.random_state, done.hidden_state = self._random, self._hidden
         return done

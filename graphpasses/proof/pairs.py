@@ -18,10 +18,9 @@ from graphpasses.graph import DynamoGraph, Stage, TrainGraph
 from graphpasses.graph.nodes import attribute
 from graphpasses.proof.calls import GRADIENT
 from graphpasses.proof.core.facts import Facts
-from graphpasses.proof.core.operators import AXIOMS
 from graphpasses.proof.core.values import Value
 from graphpasses.proof.difference import place_of
-from graphpasses.proof.evaluate import Evaluation
+from graphpasses.proof.evaluate import EXACT_KERNELS, Evaluation
 from graphpasses.proof.evaluated import Evaluated
 from graphpasses.proof.rows import RowValues
 from graphpasses.proof.sizes import TELLS_SIZES, Sizes
@@ -43,7 +42,7 @@ def why_not_evaluated(before: TrainGraph, after: TrainGraph) -> str:
     """Returns why no rule looks into two graphs; empty where some do."""
     if before.stage is not after.stage:
         return f"it is a {after.stage.value} graph, not a {before.stage.value} graph"
-    if after.runs_as is not None and getattr(after.runs_as, "axiom", None) not in AXIOMS:
+    if after.runs_as is not None and getattr(after.runs_as, "axiom", None) != EXACT_KERNELS:
         return "another module than the graph's runs (runs_as), into which no rule looks"
     modules = [each.module for graph in (before, after) for each in (graph, graph.update) if each is not None]
     nodes = (node for module in modules for node in module.graph.nodes)
