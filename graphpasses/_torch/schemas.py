@@ -120,6 +120,13 @@ def changes_memory(target: Any) -> bool:
 
 
 @cache
+def says_where(target: Any) -> bool:
+    """Whether an operator is told where in its operand's memory it reads, also beside that, as ``as_strided`` is."""
+    names = {argument.name for schema in schemas(target) for argument in schema.arguments}
+    return is_operator(target) and {"size", "stride"} <= names and not target._schema.name.startswith("aten::new_")
+
+
+@cache
 def written_names(target: Any) -> frozenset[str]:
     """Returns the names of the arguments that an operator writes, also where its schema does not say so."""
     every = [(each.name, argument) for each in schemas(target) for argument in each.arguments]

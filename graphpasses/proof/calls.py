@@ -18,14 +18,13 @@ from graphpasses._torch.schemas import (
     bind_named,
     given_arguments,
     is_seeded,
-    named_arguments,
+    says_where,
     schemas,
 )
 from graphpasses.analysis.effects import names_written, nodes_in
 from graphpasses.fbgemm.names import BOUNDS_CHECK, TRACED_LOOKUP
 from graphpasses.graph import argument
 from graphpasses.graph.nodes import freeze
-from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
 from graphpasses.proof import movement
 from graphpasses.proof.core.facts import Facts, Leaf, leaves
 from graphpasses.proof.core.memory import Memory
@@ -84,9 +83,20 @@ class Calls(Memory):
         is_copy = RULES.get(target, ("",))[0] in ("joins", "features")  # wherever the elements lie that it copies
         given, named = evaluated(plain, self._number if is_copy else lambda node: self._argument(node, target))
         if str(target) == BOUNDS_CHECK:  # it does not read the count of bad ids
-            place = _warning_of(target)
-            given[place] = Argument(self._counts.get(given[place].number, given[place].number), None)
-        return self._key(target, given, named)
+            given[_place_of("warning", target)] = None
+        key = self._key(target, given, named)
+        return self._in_memory(key, target, args[0]) if args and isinstance(args[0], fx.Node) else key
+
+    def _in_memory(self, key: tuple[Hashable, ...], target: Any, operand: fx.Node) -> tuple[Hashable, ...]:
+        """Returns what a call depends on that may read beside its operand, in the memory of that."""
+        if not says_where(target):
+            return key
+        held = [(place, self._held.get(place.root)) for place in self._facts.places[operand] if place is not None]
+        memory = [
+            (self._now(root).number, self._view_of(root), view, each and each.beyond, self._facts.outside(root))
+            for (root, view), each in held
+        ]
+        return "in memory", key, tuple(memory)
 
     def _plain(self, target: Any, args: Any, kwargs: Any) -> Call:
         """Returns the arguments of a call as all that mean the same have them."""
@@ -299,7 +309,8 @@ class Calls(Memory):
             return None
         copy = of._replace(root=(node, None))  # which has memory of its own
         given = self._numbers(self._read(base), self._facts.layout_of(fake, copy, view.view))
-        value = self.opaque(node, seen, self._call(view.view, (given, *view.args), {}))
+        key = self._in_memory(self._call(view.view, (given, *view.args), {}), view.view, base)
+        value = self.opaque(node, seen, key)
         assert isinstance(value, Value)
         layout = self._facts.layout_of(seen, copy._replace(view=place), target)
         return Argument(value.number, layout), place
@@ -378,13 +389,3 @@ def _is_known(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_known, value))
     return not isinstance(value, Value) or value.dtype is None or value.pieces is not None
-
-
-def draws_elsewhere(node: fx.Node, results: Any) -> bool:
-    """Whether a call that draws, or reads or sets a state, does so of another generator than the CPU's."""
-    if node.target in (READ_RANDOM_STATE, SET_RANDOM_STATE):
-        return named_arguments(node).get("device") is not None
-    return any(
-        isinstance(each, torch.Tensor) and each.device.type != "cpu"
-        for each in (results if isinstance(results, (list, tuple)) else [results])
-    )

@@ -40,7 +40,7 @@ from graphpasses.ops.pack_all_to_all import PACK, PACK_POOLED_EMBEDDINGS, UNPACK
 from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
 from graphpasses.proof import movement
 from graphpasses.proof.arrivals import Arrivals
-from graphpasses.proof.calls import GRADIENT, LOSS, draws_elsewhere, is_function
+from graphpasses.proof.calls import GRADIENT, LOSS, is_function
 from graphpasses.proof.core.facts import Facts
 from graphpasses.proof.core.operators import AXIOMS, RULES
 from graphpasses.proof.core.values import Result, Value
@@ -358,7 +358,7 @@ class Evaluation(Arrivals):
     def _draws_elsewhere(self) -> bool:
         """Whether another generator than the CPU's is drawn from; only what sets a state asks."""
         drawing = (node for node in self._graph.graph.nodes if draws_random_numbers(node))
-        return any(draws_elsewhere(node, self._facts[node]) for node in drawing)
+        return any(_draws_elsewhere(node, self._facts[node]) for node in drawing)
 
     def _random_state(self, node: fx.Node, fake: Any) -> Result:
         """Notes also a device's state as that of all generators: only the CPU's alone is known to be as before."""
@@ -375,3 +375,13 @@ class Evaluation(Arrivals):
             if key[0] == "state read" and state.pieces[0].offset == 0:
                 self._random = key[1]
         return None
+
+
+def _draws_elsewhere(node: fx.Node, results: Any) -> bool:
+    """Whether a call that draws, or reads or sets a state, does so of another generator than the CPU's."""
+    if node.target in (READ_RANDOM_STATE, SET_RANDOM_STATE):
+        return named_arguments(node).get("device") is not None
+    return any(
+        isinstance(each, torch.Tensor) and each.device.type != "cpu"
+        for each in (results if isinstance(results, (list, tuple)) else [results])
+    )

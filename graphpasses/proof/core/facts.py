@@ -87,10 +87,12 @@ class Facts:
         strides = (0, *view.strides[1:]) if view.shape[:1] == (1,) and target in SAMPLE_BY_SAMPLE else view.strides
         if target is None or is_free_of_offset(target, fake.device.type):
             return Layout(strides, fake.device)
-        # Of memory from outside it is not known where it begins.
-        memory = str(of[0].target) if of[0].op in ("placeholder", "get_attr") else ""
         offset = view.offset * fake.dtype.itemsize % ALIGNMENT if type(view.offset) is int else view.offset
-        return Layout(strides, fake.device, (memory, offset))
+        return Layout(strides, fake.device, (self.outside(of), offset))
+
+    def outside(self, root: Leaf) -> str:
+        """Returns the name of memory from outside, of which it is not known where it begins; empty for other."""
+        return str(root[0].target) if root[0].op in ("placeholder", "get_attr") else ""
 
     # ---- fake values ----------------------------------------------------------------------------------------------
 
