@@ -22,7 +22,7 @@ from graphpasses._torch.schemas import (
     schemas,
 )
 from graphpasses.analysis.effects import names_written, nodes_in
-from graphpasses.fbgemm.names import BOUNDS_CHECK, TRACED_LOOKUP
+from graphpasses.fbgemm.names import BOUNDS_CHECK, TRACED_LOOKUP, WARNS
 from graphpasses.graph import argument
 from graphpasses.graph.nodes import freeze
 from graphpasses.proof import movement
@@ -57,7 +57,6 @@ class Calls(Memory):
         self._hidden = values.source(("hidden state",))
         self._inputs: dict[fx.Node, str] = {}
         self._layers: dict[int, tuple[Value, ...]] = {}  # by the number of a tensor, those behind each other in it
-        self._counts: dict[int, int] = {}  # by the number of a count of bad ids, where it began
 
     def _roots(self, node: fx.Node) -> set[Leaf]:
         return {place.root for place in self._facts.places[node] if place is not None}
@@ -217,8 +216,8 @@ class Calls(Memory):
             return result
         for index, each in enumerate(writes):
             written = self.opaque(each, self._facts[each], ("written", index, key))
-            if str(node.target) == BOUNDS_CHECK and each is given[_warning_of(node.target)]:
-                self._note_count(self._read(each), written)
+            if str(node.target) == BOUNDS_CHECK and each is given[_place_of("warning", node.target)]:
+                written = self._counted(each, given[_place_of("bounds_check_mode", node.target)], written)
             self._write(each, written, node)
         return result
 
@@ -291,8 +290,9 @@ class Calls(Memory):
             copy = self._read(call.bases[index])  # of what nobody writes
             results.append(self.opaque(node, fake, ("written", places[-1], key)) if places else copy)
         if str(call.op) == BOUNDS_CHECK:
-            count = args[_warning_of(call.op)]
-            self._note_count(self._read(count), results[call.num_results + call.bases.index(count)])
+            count, mode = (args[_place_of(name, call.op)] for name in ("warning", "bounds_check_mode"))
+            number = call.num_results + call.bases.index(count)
+            results[number] = self._counted(count, mode, results[number])
         return results
 
     def _written_view(
@@ -352,10 +352,14 @@ class Calls(Memory):
                     found[name] |= {f"strides {steps}", f"memory that begins at {layout.offset[1]}"}
         return {name: frozenset(others) for name, others in found.items()}
 
-    def _note_count(self, old: Result, new: Result) -> None:
-        """Notes what a bounds check writes over a count of bad ids: to further checks it is where that began."""
-        if isinstance(old, Value) and isinstance(new, Value):
-            self._counts[new.number] = self._counts.get(old.number, old.number)
+    def _counted(self, count: fx.Node, mode: Any, made: Result) -> Result:
+        """Returns the count of bad ids behind a bounds check that finds ``made``.
+
+        The CPU's writes it over the one before if it warns, and leaves that otherwise; others add to it.
+        """
+        if self._facts[count].device.type == "cpu" and type(mode) is int:
+            return made if mode == WARNS else self._read(count)
+        return self.opaque(count, self._facts[count], ("added", self._number(count), made.number))
 
 
 def origin_of_padding(node: fx.Node, inputs: Mapping[fx.Node, str]) -> str | None:
@@ -373,10 +377,9 @@ def takes_tensor(target: Any) -> bool:
     return str(schema.arguments[0].type) == "Tensor"
 
 
-def _warning_of(check: Any) -> int:
-    """Returns which argument of a bounds check is the count of bad ids, which it overwrites or leaves."""
-    (schema,) = schemas(check)
-    return [argument.name for argument in schema.arguments].index("warning")
+def _place_of(name: str, target: Any) -> int:
+    (schema,) = schemas(target)
+    return [argument.name for argument in schema.arguments].index(name)
 
 
 def is_function(target: Any) -> bool:
