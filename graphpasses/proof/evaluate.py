@@ -210,10 +210,10 @@ class Evaluation(Arrivals):
         key: Hashable = self._call(node.target, node.args, node.kwargs)
         if overlaps := self._overlaps(node, names_written(node)) if writes else ():
             key = (*key, "overlapping", overlaps)  # type: ignore[misc]
-        has_state = has_hidden_state(node) and not draws(node) and not is_function(node.target)
-        key = self._after_others(draws_random_numbers(node), has_state, key)
         if (group := collective_group(node)) is not None:  # it brings what it brings at once
             self._done.collectives.append(Collective(node, self._sent_by(node), str(group), key, is_followed=False))
+        has_state = has_hidden_state(node) and not draws(node) and not is_function(node.target)
+        key = self._after_others(draws_random_numbers(node), has_state, key)
         result = self.opaque(node, fake, key)
         if node.target == PACK and isinstance(result, Value):
             given = self._arguments(node)[0]
@@ -273,11 +273,11 @@ class Evaluation(Arrivals):
         self._launch_into(node)
         return result
 
-    def _unpacked(self, node: fx.Node, fakes: Any) -> list[Any] | None:
-        """Returns what each of several all-to-alls brings that travelled as one."""
     def _sent_by(self, node: fx.Node) -> tuple[Value, ...]:
         return tuple(each for each in map(self._read, node.all_input_nodes) if isinstance(each, Value))
 
+    def _unpacked(self, node: fx.Node, fakes: Any) -> list[Any] | None:
+        """Returns what each of several all-to-alls brings that travelled as one."""
         received = self._read(argument(node))
         splits = evaluated(self._arguments(node)[0][1], self._number)
         if not isinstance(received, Value):
