@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from graphpasses._torch.gloo import ALL_GATHER
-from graphpasses._torch.group_ranks import named_group
+from graphpasses._torch.group_ranks import named_group, named_group_ranks
 from graphpasses._torch.schemas import draws, named_arguments, read_functionalized_call
 from graphpasses.analysis.effects import (
     draws_random_numbers,
@@ -255,7 +255,8 @@ class Evaluation(Arrivals):
         fake = self._facts[node]
         result: Result = None
         if node.target == ALL_GATHER and isinstance(sent, Value) and isinstance(fake.numel(), int):
-            result = movement.gathered(self._table, sent, int(given_args[1]), group, tuple(fake.shape))
+            if given_args[1] == len(named_group_ranks(group)):  # else it fails
+                result = movement.gathered(self._table, sent, int(given_args[1]), group, tuple(fake.shape))
             if result is not None:
                 self._axioms.add("all-gather")
         if node.target == ALL_TO_ALL and isinstance(sent, Value):

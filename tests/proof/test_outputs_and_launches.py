@@ -167,6 +167,21 @@ def test_every_call_on_a_group_is_a_launch() -> None:
     assert launches == ["_c10d_functional.all_reduce.default", "_dtensor.shard_dim_alltoall.default"]
 
 
+def test_a_gather_of_fewer_ranks_than_the_group_has() -> None:
+    def step(num_ranks: int) -> Step:
+        def run(x: Tensor) -> list[Tensor]:
+            group = torch.distributed.group.WORLD.group_name
+            return [c10d.wait_tensor(c10d.all_gather_into_tensor(x, num_ranks, group))[:4]]
+
+        return run
+
+    with fake_process_group(4):
+        assert why_not(step(4), step(4), torch.ones(2)) == ""
+        assert why_not(step(4), step(3), torch.ones(2))
+    with fake_process_group(3):
+        assert why_not(step(3), step(3), torch.ones(2)) == ""
+
+
 @dataclass(frozen=True)
 class OtherGroups(GraphPass):
     """Exchanges the groups of shards and of replicas, which have as many ranks."""
