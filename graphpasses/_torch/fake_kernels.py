@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from functools import lru_cache
 from typing import Any
@@ -21,6 +22,13 @@ def _rrelu(mode: FakeTensorMode, operator: Any, tensor: torch.Tensor, noise: tor
         result = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         is_functional = operator == aten.rrelu_with_noise_functional.default
         return (result, torch.empty_like(noise)) if is_functional else result
+
+
+def _broadcast(mode: FakeTensorMode, _: Any, sent: Any, *__: Any) -> Any:
+    """Returns contiguous tensors, as the kernels do; torch's fakes keep strides."""
+    with mode:
+        new = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
+        return [*map(new, sent)] if isinstance(sent, (list, tuple)) else new(sent)
 
 
 def _ctc_loss(mode: FakeTensorMode, _: Any, *args: Any, **__: Any) -> Any:
@@ -92,4 +100,6 @@ FAKE_RESULTS: dict[Any, Any] = {
     aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
     aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
     aten._efficient_attention_forward.default: _efficient_attention,
+    torch.ops._c10d_functional.broadcast.default: _broadcast,
+    torch.ops._c10d_functional.all_reduce_coalesced.default: _broadcast,
 }

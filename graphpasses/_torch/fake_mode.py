@@ -149,6 +149,7 @@ def strides_of_kernels() -> Iterator[None]:
     strides: dict[Any, Callable[..., torch.Tensor]] = {
         **dict.fromkeys(_LIKE_FIRST, _like_first),
         **dict.fromkeys(_CONTIGUOUS, lambda value, *_: value.contiguous()),
+        aten.native_dropout.default: lambda value, given, *_: value.clone() if value is given else value,
         **{operator: functools.partial(_in_format_of, index) for operator, index in _IN_FORMAT_OF.items()},
     }
     table = {op: _with_strides(decomposition_table[op], restride) for op, restride in strides.items()}
@@ -332,8 +333,7 @@ def fake_call_for_all_sizes(
     The compiler, whose symbols these are, learns nothing from the call. Tensors are taken not to be empty where torch
     would be content with that: in an empty one nothing lies otherwise.
     """
-    shape_env: Any = mode.shape_env
-    if shape_env is None:
+    if (shape_env := cast(Any, mode.shape_env)) is None:
         return fake_call(mode, target, args, kwargs)
 
     def known(expr: Any, *_: Any, fallback_value: bool | None = None, **__: Any) -> Any:

@@ -120,6 +120,13 @@ def changes_memory(target: Any) -> bool:
 
 
 @cache
+def says_where(target: Any) -> bool:
+    """Whether an operator is told where in its operand's memory it reads, also beside that, as ``as_strided`` is."""
+    names = {argument.name for schema in schemas(target) for argument in schema.arguments}
+    return is_operator(target) and {"size", "stride"} <= names and not target._schema.name.startswith("aten::new_")
+
+
+@cache
 def written_names(target: Any) -> frozenset[str]:
     """Returns the names of the arguments that an operator writes, also where its schema does not say so."""
     every = [(each.name, argument) for each in schemas(target) for argument in each.arguments]
@@ -129,8 +136,11 @@ def written_names(target: Any) -> frozenset[str]:
 
 
 def is_seeded(target: Any) -> bool:
-    """Whether an operator says that it draws random numbers."""
-    return is_operator(target) and torch.Tag.nondeterministic_seeded in target.tags
+    """Whether an operator says that it draws random numbers, or has the name of one of ATen's that does."""
+    if not is_operator(target):
+        return False
+    is_named_so = target.namespace != "aten" and target._schema.name.partition("::")[2].rstrip("_") in random_names()
+    return is_named_so or torch.Tag.nondeterministic_seeded in target.tags
 
 
 def draws(node: fx.Node) -> bool:

@@ -27,6 +27,7 @@ UPDATING_LOOKUP = re.compile(rf"{FBGEMM}\.\w+_embedding_codegen_lookup_(?!none_)
 
 # What AOTAutograd's graphs hold: the check of ids that a lookup makes first, and its forward.
 BOUNDS_CHECK = f"{FBGEMM}.bounds_check_indices.default"
+WARNS = 1  # the mode in which the check counts bad ids, ``BoundsCheckMode.WARNING``
 TRACED_LOOKUP = re.compile(rf"{FBGEMM}\.split_embedding_(nobag_)?codegen_forward_\w+_pt2_wrapper\.default")
 
 # What cuts a dense tensor: the sizes of the result follow from the values of this argument, and the others' shapes.

@@ -60,7 +60,7 @@ class TrainGraph:
             :func:`graphpasses.measure_operators`.
         update: what a captured step does with its gradients; None where it leaves them in ``parameter.grad``.
         runs_as: what makes of the graph's module the one that runs, e.g. with compiled kernels in it; None runs the
-            graph's operators. A proof leaves all open, unless its attribute ``axiom`` names one of a proof's.
+            graph's operators. A proof leaves all open, unless its ``axiom`` is "exact kernels", which it names.
 
     Example:
         >>> import torch

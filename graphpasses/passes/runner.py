@@ -17,6 +17,7 @@ from typing import ClassVar, TypeVar
 
 from torch import fx
 
+from graphpasses._torch.fake_mode import strides_of_kernels
 from graphpasses._torch.fsdp2_accumulation import accumulation_set_aside
 from graphpasses._torch.operator_recorder import recording_paused
 from graphpasses.errors import GraphPassesError, PipelineError, ProofError, UnknownPassError
@@ -306,7 +307,8 @@ def _run_pass(
     traffic = graph_traffic(graph) if shows_traffic else None
     start = time.perf_counter()
     try:
-        num_rewrites = p.rewrite(graph)
+        with strides_of_kernels():
+            num_rewrites = p.rewrite(graph)
     except GraphPassesError as error:
         error.add_note(f"raised by {history}")
         raise

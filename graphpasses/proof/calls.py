@@ -18,14 +18,13 @@ from graphpasses._torch.schemas import (
     bind_named,
     given_arguments,
     is_seeded,
-    named_arguments,
+    says_where,
     schemas,
 )
 from graphpasses.analysis.effects import names_written, nodes_in
-from graphpasses.fbgemm.names import BOUNDS_CHECK, TRACED_LOOKUP
+from graphpasses.fbgemm.names import BOUNDS_CHECK, TRACED_LOOKUP, WARNS
 from graphpasses.graph import argument
 from graphpasses.graph.nodes import freeze
-from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
 from graphpasses.proof import movement
 from graphpasses.proof.core.facts import Facts, Leaf, leaves
 from graphpasses.proof.core.memory import Memory
@@ -58,7 +57,6 @@ class Calls(Memory):
         self._hidden = values.source(("hidden state",))
         self._inputs: dict[fx.Node, str] = {}
         self._layers: dict[int, tuple[Value, ...]] = {}  # by the number of a tensor, those behind each other in it
-        self._counts: dict[int, int] = {}  # by the number of a count of bad ids, where it began
 
     def _roots(self, node: fx.Node) -> set[Leaf]:
         return {place.root for place in self._facts.places[node] if place is not None}
@@ -84,9 +82,20 @@ class Calls(Memory):
         is_copy = RULES.get(target, ("",))[0] in ("joins", "features")  # wherever the elements lie that it copies
         given, named = evaluated(plain, self._number if is_copy else lambda node: self._argument(node, target))
         if str(target) == BOUNDS_CHECK:  # it does not read the count of bad ids
-            place = _warning_of(target)
-            given[place] = Argument(self._counts.get(given[place].number, given[place].number), None)
-        return self._key(target, given, named)
+            given[_place_of("warning", target)] = None
+        key = self._key(target, given, named)
+        return self._in_memory(key, target, args[0]) if args and isinstance(args[0], fx.Node) else key
+
+    def _in_memory(self, key: tuple[Hashable, ...], target: Any, operand: fx.Node) -> tuple[Hashable, ...]:
+        """Returns what a call depends on that may read beside its operand, in the memory of that."""
+        if not says_where(target):
+            return key
+        held = [(place, self._held.get(place.root)) for place in self._facts.places[operand] if place is not None]
+        memory = [
+            (self._now(root).number, self._view_of(root), view, each and each.beyond, self._facts.outside(root))
+            for (root, view), each in held
+        ]
+        return "in memory", key, tuple(memory)
 
     def _plain(self, target: Any, args: Any, kwargs: Any) -> Call:
         """Returns the arguments of a call as all that mean the same have them."""
@@ -207,8 +216,8 @@ class Calls(Memory):
             return result
         for index, each in enumerate(writes):
             written = self.opaque(each, self._facts[each], ("written", index, key))
-            if str(node.target) == BOUNDS_CHECK and each is given[_warning_of(node.target)]:
-                self._note_count(self._read(each), written)
+            if str(node.target) == BOUNDS_CHECK and each is given[_place_of("warning", node.target)]:
+                written = self._counted(each, given[_place_of("bounds_check_mode", node.target)], written)
             self._write(each, written, node)
         return result
 
@@ -281,8 +290,9 @@ class Calls(Memory):
             copy = self._read(call.bases[index])  # of what nobody writes
             results.append(self.opaque(node, fake, ("written", places[-1], key)) if places else copy)
         if str(call.op) == BOUNDS_CHECK:
-            count = args[_warning_of(call.op)]
-            self._note_count(self._read(count), results[call.num_results + call.bases.index(count)])
+            count, mode = (args[_place_of(name, call.op)] for name in ("warning", "bounds_check_mode"))
+            number = call.num_results + call.bases.index(count)
+            results[number] = self._counted(count, mode, results[number])
         return results
 
     def _written_view(
@@ -299,7 +309,8 @@ class Calls(Memory):
             return None
         copy = of._replace(root=(node, None))  # which has memory of its own
         given = self._numbers(self._read(base), self._facts.layout_of(fake, copy, view.view))
-        value = self.opaque(node, seen, self._call(view.view, (given, *view.args), {}))
+        key = self._in_memory(self._call(view.view, (given, *view.args), {}), view.view, base)
+        value = self.opaque(node, seen, key)
         assert isinstance(value, Value)
         layout = self._facts.layout_of(seen, copy._replace(view=place), target)
         return Argument(value.number, layout), place
@@ -341,10 +352,14 @@ class Calls(Memory):
                     found[name] |= {f"strides {steps}", f"memory that begins at {layout.offset[1]}"}
         return {name: frozenset(others) for name, others in found.items()}
 
-    def _note_count(self, old: Result, new: Result) -> None:
-        """Notes what a bounds check writes over a count of bad ids: to further checks it is where that began."""
-        if isinstance(old, Value) and isinstance(new, Value):
-            self._counts[new.number] = self._counts.get(old.number, old.number)
+    def _counted(self, count: fx.Node, mode: Any, made: Result) -> Result:
+        """Returns the count of bad ids behind a bounds check that finds ``made``.
+
+        The CPU's writes it over the one before if it warns, and leaves that otherwise; others add to it.
+        """
+        if self._facts[count].device.type == "cpu" and type(mode) is int:
+            return made if mode == WARNS else self._read(count)
+        return self.opaque(count, self._facts[count], ("added", self._number(count), made.number))
 
 
 def origin_of_padding(node: fx.Node, inputs: Mapping[fx.Node, str]) -> str | None:
@@ -362,10 +377,9 @@ def takes_tensor(target: Any) -> bool:
     return str(schema.arguments[0].type) == "Tensor"
 
 
-def _warning_of(check: Any) -> int:
-    """Returns which argument of a bounds check is the count of bad ids, which it overwrites or leaves."""
-    (schema,) = schemas(check)
-    return [argument.name for argument in schema.arguments].index("warning")
+def _place_of(name: str, target: Any) -> int:
+    (schema,) = schemas(target)
+    return [argument.name for argument in schema.arguments].index(name)
 
 
 def is_function(target: Any) -> bool:
@@ -378,13 +392,3 @@ def _is_known(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_known, value))
     return not isinstance(value, Value) or value.dtype is None or value.pieces is not None
-
-
-def draws_elsewhere(node: fx.Node, results: Any) -> bool:
-    """Whether a call that draws, or reads or sets a state, does so of another generator than the CPU's."""
-    if node.target in (READ_RANDOM_STATE, SET_RANDOM_STATE):
-        return named_arguments(node).get("device") is not None
-    return any(
-        isinstance(each, torch.Tensor) and each.device.type != "cpu"
-        for each in (results if isinstance(results, (list, tuple)) else [results])
-    )

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from graphpasses._torch.gloo import ALL_GATHER
-from graphpasses._torch.group_ranks import named_group
+from graphpasses._torch.group_ranks import named_group, named_group_ranks
 from graphpasses._torch.schemas import draws, named_arguments, read_functionalized_call
 from graphpasses.analysis.effects import (
     draws_random_numbers,
@@ -40,7 +40,7 @@ from graphpasses.ops.pack_all_to_all import PACK, PACK_POOLED_EMBEDDINGS, UNPACK
 from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
 from graphpasses.proof import movement
 from graphpasses.proof.arrivals import Arrivals
-from graphpasses.proof.calls import GRADIENT, LOSS, draws_elsewhere, is_function
+from graphpasses.proof.calls import GRADIENT, LOSS, is_function
 from graphpasses.proof.core.facts import Facts
 from graphpasses.proof.core.operators import AXIOMS, RULES
 from graphpasses.proof.core.values import Result, Value
@@ -60,7 +60,8 @@ _SPLIT = RULES[aten.split_with_sizes.default][1]
 # By name: torch has these operators where its module of them was imported.
 OFFLOADING = frozenset({"ao.offload.default", "ao.reload.default", "ao.wait_tensor.default"})
 
-AXIOMS["exact kernels"] = (
+EXACT_KERNELS = "exact kernels"
+AXIOMS[EXACT_KERNELS] = (
     "groups of operators run as one kernel by Inductor, with contraction off, signed zeros kept and each result "
     "rounded: IEEE 754 fixes the bits of what stands in them (+, -, *, /, casts, comparisons, selects, copies), or "
     "it is a function of half precision that has eager's bits for all values; each kernel is run beside eager's "
@@ -111,7 +112,7 @@ class Evaluation(Arrivals):
         for node in sorted(graph.graph.nodes, key=lambda node: node.op != "get_attr"):
             self._look_for_chance(node)
             if EXACT_REGION in node.meta:
-                self._axioms.add("exact kernels")
+                self._axioms.add(EXACT_KERNELS)
             if node.op == "output":
                 break
             value = self.evaluate_node(node)
@@ -125,6 +126,7 @@ class Evaluation(Arrivals):
                 if isinstance(each, Value):
                     done.makers.setdefault(each.number, node)
         done.broken += [(node, f"{node.name} is launched and never waited for") for node in self._launched()]
+        self._axioms |= {EXACT_KERNELS} if graph.runs_as is not None else set()
         self._outputs()
         done.random_state, done.hidden_state = self._random, self._hidden
         return done
@@ -208,6 +210,8 @@ class Evaluation(Arrivals):
         key: Hashable = self._call(node.target, node.args, node.kwargs)
         if overlaps := self._overlaps(node, names_written(node)) if writes else ():
             key = (*key, "overlapping", overlaps)  # type: ignore[misc]
+        if (group := collective_group(node)) is not None:  # it brings what it brings at once
+            self._done.collectives.append(Collective(node, self._sent_by(node), str(group), key, is_followed=False))
         has_state = has_hidden_state(node) and not draws(node) and not is_function(node.target)
         key = self._after_others(draws_random_numbers(node), has_state, key)
         result = self.opaque(node, fake, key)
@@ -251,7 +255,8 @@ class Evaluation(Arrivals):
         fake = self._facts[node]
         result: Result = None
         if node.target == ALL_GATHER and isinstance(sent, Value) and isinstance(fake.numel(), int):
-            result = movement.gathered(self._table, sent, int(given_args[1]), group, tuple(fake.shape))
+            if given_args[1] == len(named_group_ranks(group)):  # else it fails
+                result = movement.gathered(self._table, sent, int(given_args[1]), group, tuple(fake.shape))
             if result is not None:
                 self._axioms.add("all-gather")
         if node.target == ALL_TO_ALL and isinstance(sent, Value):
@@ -262,14 +267,15 @@ class Evaluation(Arrivals):
             outputs, inputs = given_args[1:3]
             self._packs.send(sent.number, result.number, outputs, inputs, group)
         members = self._packs.members(sent.number) if isinstance(sent, Value) else []
-        read = map(self._table.__getitem__, members) if members else map(self._read, node.all_input_nodes)
-        given = tuple(each for each in read if isinstance(each, Value))
-        launch = Collective(node, given, group, freeze(args[1:]), bool(members))
-        self._done.collectives.append(launch)
+        given = tuple(map(self._table.__getitem__, members)) or self._sent_by(node)
+        self._done.collectives.append(Collective(node, given, group, freeze(args[1:]), bool(members)))
         if writes := written_inputs(node):
             result = self._written(node, writes, key, result)
         self._launch_into(node)
         return result
+
+    def _sent_by(self, node: fx.Node) -> tuple[Value, ...]:
+        return tuple(each for each in map(self._read, node.all_input_nodes) if isinstance(each, Value))
 
     def _unpacked(self, node: fx.Node, fakes: Any) -> list[Any] | None:
         """Returns what each of several all-to-alls brings that travelled as one."""
@@ -353,7 +359,7 @@ class Evaluation(Arrivals):
     def _draws_elsewhere(self) -> bool:
         """Whether another generator than the CPU's is drawn from; only what sets a state asks."""
         drawing = (node for node in self._graph.graph.nodes if draws_random_numbers(node))
-        return any(draws_elsewhere(node, self._facts[node]) for node in drawing)
+        return any(_draws_elsewhere(node, self._facts[node]) for node in drawing)
 
     def _random_state(self, node: fx.Node, fake: Any) -> Result:
         """Notes also a device's state as that of all generators: only the CPU's alone is known to be as before."""
@@ -370,3 +376,13 @@ class Evaluation(Arrivals):
             if key[0] == "state read" and state.pieces[0].offset == 0:
                 self._random = key[1]
         return None
+
+
+def _draws_elsewhere(node: fx.Node, results: Any) -> bool:
+    """Whether a call that draws, or reads or sets a state, does so of another generator than the CPU's."""
+    if node.target in (READ_RANDOM_STATE, SET_RANDOM_STATE):
+        return named_arguments(node).get("device") is not None
+    return any(
+        isinstance(each, torch.Tensor) and each.device.type != "cpu"
+        for each in (results if isinstance(results, (list, tuple)) else [results])
+    )

@@ -11,6 +11,7 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphpasses._torch.dtensor import local_part
+from graphpasses._torch.fake_mode import strides_of_kernels
 from graphpasses._torch.schemas import changes_memory
 from graphpasses.analysis.effects import is_written
 from graphpasses.errors import ProofError
@@ -18,10 +19,10 @@ from graphpasses.graph import DynamoGraph, Stage, TrainGraph
 from graphpasses.graph.nodes import attribute
 from graphpasses.proof.calls import GRADIENT
 from graphpasses.proof.core.facts import Facts
-from graphpasses.proof.core.operators import AXIOMS
 from graphpasses.proof.core.values import Value
+from graphpasses.proof.core.views import View
 from graphpasses.proof.difference import place_of
-from graphpasses.proof.evaluate import Evaluation
+from graphpasses.proof.evaluate import EXACT_KERNELS, Evaluation
 from graphpasses.proof.evaluated import Evaluated
 from graphpasses.proof.rows import RowValues
 from graphpasses.proof.sizes import TELLS_SIZES, Sizes
@@ -43,7 +44,7 @@ def why_not_evaluated(before: TrainGraph, after: TrainGraph) -> str:
     """Returns why no rule looks into two graphs; empty where some do."""
     if before.stage is not after.stage:
         return f"it is a {after.stage.value} graph, not a {before.stage.value} graph"
-    if after.runs_as is not None and getattr(after.runs_as, "axiom", None) not in AXIOMS:
+    if after.runs_as is not None and getattr(after.runs_as, "axiom", None) != EXACT_KERNELS:
         return "another module than the graph's runs (runs_as), into which no rule looks"
     modules = [each.module for graph in (before, after) for each in (graph, graph.update) if each is not None]
     nodes = (node for module in modules for node in module.graph.nodes)
@@ -66,6 +67,7 @@ def _why_no_rule(node: fx.Node, *, calls_methods: bool) -> str:
     return ""
 
 
+@strides_of_kernels()
 def evaluate_both(subject: str, before: TrainGraph, after: TrainGraph, captured: TrainGraph | None = None) -> Pair:
     """Evaluates two graphs; ``captured`` is of what ``before`` was made, None if its own fake values are true.
 
@@ -89,17 +91,29 @@ def evaluate_both(subject: str, before: TrainGraph, after: TrainGraph, captured:
         pair = Pair(values, sizes, one, TorchCalls(after, values, Facts(after.graph), sizes=sizes).run())
     else:
         if captured is not None:
-            facts = Facts(before.graph, Facts(captured.graph))
+            facts = _facts_of(before, captured, Facts(captured.graph))
         both: Any = {"sizes": sizes, "outside": _from_outside(before, after)}
         one = Evaluation(before, values, facts, constants=after.copied_constants, **both).run()
         sizes.begin_second()
-        pair = Pair(values, sizes, one, Evaluation(after, values, Facts(after.graph, facts), **both).run())
+        pair = Pair(values, sizes, one, Evaluation(after, values, _facts_of(after, before, facts), **both).run())
         _evaluate_updates(before, after, pair)
     known_reasons = {reason for _, reason in pair.one.broken}
     for node, reason in pair.two.broken:
         if reason not in known_reasons:
             raise ProofError(f"the bits of {subject} depend on chance: {reason}\n  {place_of(node)}")
     return pair
+
+
+def _facts_of(graph: TrainGraph, of: TrainGraph, known: Facts) -> Facts:
+    """Returns what is known of a graph that was made of another: its inputs lie as those of that one."""
+    inputs = {item: known[node] for item, node in zip(of.inputs, of.placeholders, strict=True)}
+    items = zip(graph.inputs, graph.placeholders, strict=True)
+    others = {node: item for item, node in items if item in inputs and _lies(inputs[item]) != _lies(node.meta["val"])}
+    return Facts(graph.graph, known, {node: inputs[item] for node, item in others.items()})
+
+
+def _lies(fake: Any) -> tuple[View | None, object]:
+    return View.of(fake), getattr(fake, "device", None)
 
 
 def _from_outside(before: TrainGraph, after: TrainGraph) -> frozenset[int]:
@@ -127,14 +141,15 @@ def _memory(tensor: torch.Tensor) -> object:
 
 
 def _evaluate_updates(before: TrainGraph, after: TrainGraph, pair: Pair) -> None:
-    known: Facts | None = None
+    known: tuple[TrainGraph, Facts] | None = None
     held = None if after.update is None else after.update.copied_constants
     for graph, done in ((before, pair.one), (after, pair.two)):
         if (update := _update_of(graph, pair.two)) is not None:
-            known = Facts(update.graph, known)
+            facts = Facts(update.graph) if known is None else _facts_of(update, *known)
+            known = update, facts
             given = _given_to(graph, pair.two) | done.written
             constants = held if graph is before else None
-            then = Evaluation(update, pair.values, known, given, constants, done).run()
+            then = Evaluation(update, pair.values, facts, given, constants, done).run()
             pair.updated.update(done.go_on(then))
 
 

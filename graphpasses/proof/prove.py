@@ -18,7 +18,7 @@ from graphpasses.graph import ALL_TO_ALL, Stage, TrainGraph, is_collective
 from graphpasses.graph.certificate import Certificate, Launch
 from graphpasses.proof import eager_gradients
 from graphpasses.proof.calls import GRADIENT
-from graphpasses.proof.core import operators
+from graphpasses.proof.core.operators import AXIOMS
 from graphpasses.proof.core.values import Value
 from graphpasses.proof.core.views import View
 from graphpasses.proof.counterexample import Runs, Trial
@@ -33,8 +33,7 @@ from graphpasses.text import some
 if TYPE_CHECKING:
     from graphpasses.simulate import Topology
 
-AXIOMS = {
-    **operators.AXIOMS,
+AXIOMS |= {
     "operators": (
         "an operator's result depends on its arguments' values, shapes, dtypes, devices and strides, on how far each "
         "begins behind a multiple of 64 bytes unless it computes element by element, and on no more; one that draws "
@@ -254,7 +253,7 @@ class _Proof:
     def _compare_uses(self) -> None:
         """Compares in which order autograd adds gradients, of values that both graphs have."""
         for number, uses in self.one.uses.items():
-            others = self.two.uses.get(number, uses)
+            others = self.two.uses.get(number, [])
             if uses == others or max(len(uses), len(others)) == 1:
                 continue
             one, two = self.one.makers.get(number), self.two.makers.get(number)

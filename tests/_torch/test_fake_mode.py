@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, _DispatchCacheKey
 
@@ -84,6 +86,17 @@ def test_rrelu_is_contiguous() -> None:
             strides.append(torch.rrelu(mode.from_tensor(x), training=True).stride())
     assert strides == [(1, 2), (3, 1)]
     assert torch.rrelu(x, training=True).stride() == (3, 1)
+
+
+@pytest.mark.parametrize(("p", "train"), [(0.5, False), (0.0, True), (0.5, True)])
+def test_dropout_copies_what_it_does_not_drop(p: float, train: bool) -> None:
+    x = torch.ones(3, 2)
+    with FakeTensorMode() as mode, strides_of_kernels():
+        fake = mode.from_tensor(x)
+        found = torch.native_dropout(fake, p, train)
+    kept, mask = torch.native_dropout(x, p, train)
+    assert (kept.data_ptr() == x.data_ptr()) == (found[0].untyped_storage()._cdata == fake.untyped_storage()._cdata)
+    assert [each.dtype for each in found] == [kept.dtype, mask.dtype]
 
 
 @pytest.mark.parametrize("affine", [False, True])
@@ -212,3 +225,26 @@ def test_results_of_graphs_are_not_kept() -> None:
             FakeTensorMode.cache[key] = None
     assert [key in fake_mode._RESULTS for key in keys] == [True, False]
     del fake_mode._RESULTS[keys[0]]
+
+
+@pytest.fixture
+def one_rank() -> Iterator[str]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD.group_name
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_gather_into_tensor", "all_reduce_coalesced"])
+def test_what_collectives_bring_lies_as_kernels_leave_it(one_rank: str, name: str) -> None:
+    operator = getattr(torch.ops._c10d_functional, name).default
+    given = {"broadcast": 0, "all_gather_into_tensor": 1}.get(name, "sum")
+    channels_last = torch.ones(4, 2, 3, 3).to(memory_format=torch.channels_last)
+    for x in (torch.ones(3, 4).T, torch.ones(4, 6)[:, ::2], channels_last):
+        found = []
+        for mode in (nullcontext(), FakeTensorMode()):
+            with mode, strides_of_kernels():
+                sent = mode.from_tensor(x) if isinstance(mode, FakeTensorMode) else x
+                brought = operator([sent] if "coalesced" in name else sent, given, one_rank)
+                (tensor,) = brought if isinstance(brought, list) else [brought]
+            found.append(torch.ops._c10d_functional.wait_tensor(tensor).stride())
+        assert found[0] == found[1]

@@ -234,6 +234,23 @@ def test_attack(captured: CapturedStep, case: Case) -> None:
     check(captured, case)
 
 
+def beside(view: str, factor: int) -> Make:
+    """Reads what lies behind a tensor that begins a larger one, in the memory of that."""
+
+    def make(code: Code) -> fx.Node:
+        parts = [code.mul_Tensor(code.x, 2), code.mul_Tensor(code.x, factor)]
+        first = code.slice_Tensor(code.cat_default(parts), 0, 0, 8)
+        return code.sum_default(getattr(code, view)(first, (8, 8), (8, 1), 64))
+
+    return make
+
+
+@pytest.mark.parametrize("view", ["as_strided_default", "as_strided_copy_default"])
+def test_what_lies_beside_an_operand(captured: CapturedStep, view: str) -> None:
+    assert answer(captured, beside(view, 3), beside(view, 3)) == "proved"
+    assert answer(captured, beside(view, 3), beside(view, 2)) != "proved"
+
+
 @pytest.mark.parametrize("name", UNPROTECTED)
 def test_nothing_to_protect(captured: CapturedStep, name: str) -> None:
     assert answer(captured, *UNPROTECTED[name]) == "proved"

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphpasses._torch.fake_mode import fake_mode_of
+from graphpasses.errors import ProofError
+from graphpasses.graph import CapturedStep
 from graphpasses.ops.join_lookups import JOIN_FEATURES
 from graphpasses.proof.core.facts import Facts
+from graphpasses.proof.prove import prove
+from tests.helpers.all_to_alls import capture
+from tests.proof.code import Code, capture_model
 
 aten = torch.ops.aten
 
@@ -70,3 +76,69 @@ def test_a_tensor_that_may_be_empty_lies_as_one_that_is_not() -> None:
     before, after = strides(function, without_copies)
     assert before == after
     assert after[1] == "1"
+
+
+# ---- what is said of what lies otherwise --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def captured() -> CapturedStep:
+    return capture_model()
+
+
+def turned(code: Code, node: fx.Node) -> fx.Node:
+    """Returns a copy whose columns lie one after the other."""
+    columns = code.clone_default(code.t_default(node), memory_format=torch.contiguous_format)
+    return code.t_default(columns)
+
+
+def added(code: Code, node: fx.Node) -> fx.Node:
+    """Adds rows up, in the order in which they lie."""
+    return code.call(aten.sum.dim_IntList, node, [0])
+
+
+def say(node: fx.Node) -> None:
+    """Says of a tensor that its columns lie one after the other."""
+    with node.meta["val"].fake_mode:
+        node.meta["val"] = torch.empty_strided(node.meta["val"].shape, (1, 8))
+
+
+def test_an_input_lies_as_it_did() -> None:
+    one = capture(lambda x: [x.t().contiguous().t().sum(0)], torch.ones(8, 8), is_fixed=True)
+    two = capture(lambda x: [x.sum(0)], torch.ones(8, 8), is_fixed=True)
+    say(two.placeholders[0])
+    with pytest.raises(ProofError, match="reads a tensor of strides"):
+        prove(one, two)
+
+
+def test_a_constant_lies_as_it_does(captured: CapturedStep) -> None:
+    other = captured.copy()
+    (constant,) = other.graph.find_nodes(op="get_attr")
+    with constant.meta["val"].fake_mode:
+        constant.meta["val"] = torch.empty_strided((2,), (2,))
+    with pytest.raises(ProofError, match="does not lie as its fake value says"):
+        prove(captured, other)
+
+
+@pytest.mark.parametrize("bindings", [{}, {"a size of another call": ()}])
+def test_a_result_whose_sizes_are_known_is_computed(captured: CapturedStep, bindings: object) -> None:
+    code = Code(captured)
+    step = code.finished(added(code, turned(code, code.clone_default(code.x))))
+    code = Code(captured)
+    copy = code.clone_default(code.x)
+    say(copy)
+    copy.meta["unbacked_bindings"] = bindings
+    with pytest.raises(ProofError, match="reads a tensor of strides"):
+        prove(step, code.finished(added(code, copy)))
+
+
+def test_results_lie_as_kernels_leave_them(captured: CapturedStep) -> None:
+    def gradient(code: Code) -> fx.Node:
+        x = code.t_default(code.x)  # torch's fake keeps its strides
+        return code.call(aten._log_softmax_backward_data.default, x, code.mul_Tensor(x, 2), 1, torch.float32)
+
+    code = Code(captured)
+    step = code.finished(added(code, turned(code, gradient(code))))
+    code = Code(captured)
+    with pytest.raises(ProofError, match="reads a tensor of strides"):
+        prove(step, code.finished(added(code, gradient(code))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -13,7 +14,10 @@ from torch import Tensor, nn
 
 pytest.importorskip("torchrec")
 
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+
 import graphpasses as gp
+from graphpasses._torch.schemas import AUTO_FUNCTIONALIZED
 from graphpasses.errors import ProofError
 from graphpasses.fbgemm.names import UPDATING_LOOKUP
 from graphpasses.graph import Stage, TrainGraph
@@ -21,6 +25,8 @@ from graphpasses.identity import same_bits
 from graphpasses.ops.join_lookups import SPLIT_FEATURES
 from graphpasses.passes import FuseTBE
 from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
+from graphpasses.proof.prove import prove
+from tests.helpers.all_to_alls import capture
 from tests.helpers.tables import Bags, bags, tables
 
 pytestmark = pytest.mark.usefixtures("forget_compiled_code")
@@ -133,3 +139,45 @@ def test_a_functional_call_that_writes_one_copy_twice() -> None:
     compiled = gp.compile(Three("sgd", "sum"), pipeline=Pipeline((OneBase(),)), inner="aot_eager", prove=True)
     with pytest.raises(ProofError, match="is not proved"):
         compiled(*(bags(number, seed) for seed, number in enumerate((1, 2, 1))))
+
+
+CHECK = torch.ops.fbgemm.bounds_check_indices.default
+
+
+def in_place(rows: Tensor, ids: Tensor, offsets: Tensor, mode: int, count: Tensor) -> Tensor:
+    CHECK(rows, ids, offsets, mode, count, None)
+    return count
+
+
+def functional(rows: Tensor, ids: Tensor, offsets: Tensor, mode: int, count: Tensor) -> Tensor:
+    others = {each.name: each.default_value for each in CHECK._schema.arguments if each.has_default_value()}
+    places = {
+        "_indices_base_index": 0,
+        "_offsets_base_index": 1,
+        "_warning_base_index": 2,
+        "_weights_base_index": None,
+    }
+    others |= {"rows_per_table": rows, "bounds_check_mode": mode, **places}
+    del others["weights"]
+    return AUTO_FUNCTIONALIZED(CHECK, **others, _all_bases=[ids, offsets, count])[-1]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("check", [in_place, functional])
+def test_a_bounds_check_that_does_not_warn_leaves_the_count(check: Callable[..., Tensor]) -> None:
+    warns, ignores = BoundsCheckMode.WARNING.value, BoundsCheckMode.IGNORE.value
+
+    def is_proved(one: tuple[int, ...], two: tuple[int, ...]) -> bool:
+        def step(*modes: int) -> Callable[[Tensor], list[Tensor]]:
+            def run(ids: Tensor) -> list[Tensor]:
+                rows, offsets, count = torch.full((1,), 4), torch.arange(4), torch.zeros(1, dtype=torch.int64)
+                for mode in modes:
+                    count = check(rows, ids.clone(), offsets.clone(), mode, count)
+                return [count]
+
+            return run
+
+        return bool(prove(*(capture(step(*modes), torch.tensor([1, 9, 2]), is_fixed=True) for modes in (one, two))))
+
+    assert is_proved((warns, warns), (warns,))  # each writes it anew
+    assert is_proved((ignores,), (ignores, ignores))
+    assert not is_proved((warns, ignores), (ignores,))

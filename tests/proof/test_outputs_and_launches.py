@@ -151,6 +151,37 @@ def test_a_write_beside_what_is_sent() -> None:
         assert why_not(step(True), step(False), whole[:4], whole[4:]) == ""
 
 
+def test_every_call_on_a_group_is_a_launch() -> None:
+    def step(is_first: bool) -> Step:
+        def run(x: Tensor) -> list[Tensor]:
+            group = torch.distributed.group.WORLD.group_name
+            moved = torch.ops._dtensor.shard_dim_alltoall(x, 0, 1, group) if is_first else None
+            total = c10d.wait_tensor(c10d.all_reduce(x, "sum", group))
+            return [torch.ops._dtensor.shard_dim_alltoall(x, 0, 1, group) if moved is None else moved, total]
+
+        return run
+
+    with fake_process_group(2):
+        one, two = (capture(step(is_first), torch.ones(4, 4), is_fixed=True) for is_first in (True, False))
+        launches = [each.call.partition("(")[0] for each in prove(one, two).launches]
+    assert launches == ["_c10d_functional.all_reduce.default", "_dtensor.shard_dim_alltoall.default"]
+
+
+def test_a_gather_of_fewer_ranks_than_the_group_has() -> None:
+    def step(num_ranks: int) -> Step:
+        def run(x: Tensor) -> list[Tensor]:
+            group = torch.distributed.group.WORLD.group_name
+            return [c10d.wait_tensor(c10d.all_gather_into_tensor(x, num_ranks, group))[:4]]
+
+        return run
+
+    with fake_process_group(4):
+        assert why_not(step(4), step(4), torch.ones(2)) == ""
+        assert why_not(step(4), step(3), torch.ones(2))
+    with fake_process_group(3):
+        assert why_not(step(3), step(3), torch.ones(2)) == ""
+
+
 @dataclass(frozen=True)
 class OtherGroups(GraphPass):
     """Exchanges the groups of shards and of replicas, which have as many ranks."""

@@ -38,12 +38,12 @@ class Facts:
     """The fake values of a graph's nodes, computed again where the graph is not as one that is known.
 
     A pass may leave a node whose ``meta["val"]`` is what it was before other strides came in. ``known`` is a graph
-    whose fake values are true; None if this one's are. Who shares memory is read from the storages of fake values: a
-    schema need not tell. ``places`` are where the tensors of a value lie; ``beside`` are, of one from outside, the
-    others in its memory.
+    whose fake values are true; None if this one's are. ``given`` are true ones of inputs. Who shares memory is read
+    from the storages of fake values: a schema need not tell. ``places`` are where the tensors of a value lie;
+    ``beside`` are, of one from outside, the others in its memory.
     """
 
-    def __init__(self, graph: fx.Graph, known: Facts | None = None) -> None:
+    def __init__(self, graph: fx.Graph, known: Facts | None = None, given: dict[fx.Node, Any] | None = None) -> None:
         self.values: dict[fx.Node, Any] = {}
         self.places: dict[fx.Node, list[Place | None]] = {}
         self.beside: defaultdict[Leaf, list[Leaf]] = defaultdict(list)
@@ -60,7 +60,7 @@ class Facts:
                 continue
             self.by_name[node.name] = node
             original = known.by_name.get(node.name) if known is not None else None
-            self.values[node] = node.meta.get("val")
+            self.values[node] = (given or {}).get(node, node.meta.get("val"))
             if known is not None and original is not None and self._is_same(node, original, known):
                 self.values[node], self.origins[node] = known.values[original], known.origins.get(original, [])
             elif known is not None:
@@ -87,10 +87,12 @@ class Facts:
         strides = (0, *view.strides[1:]) if view.shape[:1] == (1,) and target in SAMPLE_BY_SAMPLE else view.strides
         if target is None or is_free_of_offset(target, fake.device.type):
             return Layout(strides, fake.device)
-        # Of memory from outside it is not known where it begins.
-        memory = str(of[0].target) if of[0].op in ("placeholder", "get_attr") else ""
         offset = view.offset * fake.dtype.itemsize % ALIGNMENT if type(view.offset) is int else view.offset
-        return Layout(strides, fake.device, (memory, offset))
+        return Layout(strides, fake.device, (self.outside(of), offset))
+
+    def outside(self, root: Leaf) -> str:
+        """Returns the name of memory from outside, of which it is not known where it begins; empty for other."""
+        return str(root[0].target) if root[0].op in ("placeholder", "get_attr") else ""
 
     # ---- fake values ----------------------------------------------------------------------------------------------
 
@@ -122,14 +124,13 @@ class Facts:
 
     def _computed(self, node: fx.Node) -> Any:
         """Returns what a call makes of its inputs; what the node says it has, where that depends on data."""
-        given = node.meta.get("val")
+        given = self.values[node]
         if node.op != "call_function":
             return given
-        if "unbacked_bindings" in node.meta:
+        if node.meta.get("unbacked_bindings") and _depends_on_data(given):
             return self._guessed(node)
-        args: Any
-        kwargs: Any
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
+        arguments: Any = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
+        args, kwargs = arguments
         try:
             if node.target is operator.getitem and isinstance(args[0], (list, tuple)):
                 return args[0][args[1]]
@@ -175,6 +176,8 @@ class Facts:
             return None
         real: Any = attribute(node) if node.op == "get_attr" else fake
         is_real = isinstance(real, torch.Tensor) and real.layout is torch.strided and not is_fake(real)
+        if is_real and View.of(real) != view:
+            raise ProofError(f"{node.name} does not lie as its fake value says")
         memory = StorageWeakRef((real if is_real else fake).untyped_storage())  # type: ignore[no-untyped-call]
         leaf = (node, index)
         root = self._shared.setdefault((memory, view), leaf)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import fx
@@ -94,9 +94,7 @@ class Memory:
     def _now(self, root: Leaf) -> Value:
         """Returns what a tensor that is first in its memory holds now."""
         value = self._of[root[0]]
-        found = self._read_tensor(root, value if root[1] is None else value[root[1]])
-        assert isinstance(found, Value)
-        return found
+        return cast(Value, self._read_tensor(root, value if root[1] is None else value[root[1]]))
 
     def _place_of(self, leaf: Leaf) -> Place | None:
         return self._facts.places[leaf[0]][leaf[1] or 0]
@@ -177,9 +175,7 @@ class Memory:
 
     def _opaque(self, leaf: Leaf, key: Hashable) -> Value:
         fake = self._facts[leaf[0]] if leaf[1] is None else self._facts[leaf[0]][leaf[1]]
-        found = self.opaque(leaf[0], fake, key)
-        assert isinstance(found, Value)
-        return found
+        return cast(Value, self.opaque(leaf[0], fake, key))
 
     def opaque(self, node: fx.Node, fake: Any, key: Hashable, part: int | None = None) -> Result:
         """Returns a value into which no rule looks; its bits depend on ``key`` alone; of several it is ``part``."""
