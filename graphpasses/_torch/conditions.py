@@ -54,9 +54,13 @@ def as_function(condition: sympy.Basic) -> Callable[[Mapping[sympy.Symbol, Any]]
         function = eval(f"lambda {', '.join(f's{index}' for index in range(len(symbols)))}: {text}", {"math": math})
         return lambda values: bool(function(*(values[symbol] for symbol in symbols)))
 
+    computes = bool(condition.atoms(sympy.Add, sympy.Mul))
+
     def is_true(values: Mapping[sympy.Symbol, Any]) -> bool:
         numbers = {symbol: values[symbol] for symbol in condition.free_symbols}
         if any(number != number for number in numbers.values()):  # sympy compares no nan
+            return False
+        if computes and any(map(math.isinf, numbers.values())):  # of infinities it is one
             return False
         return bool(condition.xreplace({symbol: as_number(number) for symbol, number in numbers.items()}))
 

@@ -23,6 +23,7 @@ from torch.utils._pytree import SequenceKey, key_get, tree_map
 
 from graphpasses._torch import pytree
 from graphpasses._torch.conditions import as_number
+from graphpasses._torch.traced_floats import comparisons_told, symbols_behind
 
 
 def expression(size: int | torch.SymInt) -> Any:
@@ -212,15 +213,23 @@ def decided_by_values(
     evaluate = shape_env._inner_evaluate_expr
     put = torch.Tensor.__setitem__
 
+    num_assumed = 0  # decisions that torch made by values
+
     def assume(condition: Any, message: str, *args: Any, **kwargs: Any) -> Any:
+        nonlocal num_assumed
+        num_assumed += 1
         decided(condition)
         if condition.is_Equality:  # of a size, which torch takes for another than 0 and 1, to be one of these
             shape_env.size_like.discard(condition.lhs)
         return defer(condition, message, *args, **kwargs)
 
     def answer(question: sympy.Basic, *args: Any) -> Any:
+        before = num_assumed
         try:
-            return evaluate(question, *args)
+            truth = evaluate(question, *args)
+            if num_assumed == before and not all(each.is_integer for each in question.free_symbols):
+                tell([question if truth else ~question])  # which sympy knows without values, as of v < v + 1
+            return truth
         except symbolic_shapes.GuardOnDataDependentSymNode:
             usual = shape_env._maybe_evaluate_static(question, size_oblivious=True)
             if usual is None or len(question.free_symbols) != 1:
@@ -229,6 +238,16 @@ def decided_by_values(
             if not excluded(traced, symbol, [size for size in (0, 1) if question.xreplace({symbol: size}) != usual]):
                 raise
             return usual
+
+    def tell(conditions: Iterable[sympy.Basic], *sides: Any) -> None:
+        # Of v - v no symbol is left, but what it is follows from one.
+        if hidden := [symbol for side in sides for symbol in symbols_behind(side, traced, bound_symbols)]:
+            raise symbolic_shapes.GuardOnDataDependentSymNode(hidden[0], str(hidden[0]))
+        for condition in conditions:
+            if any(symbol not in values for symbol in condition.free_symbols):
+                raise symbolic_shapes.GuardOnDataDependentSymNode(condition, str(condition))
+            if condition.free_symbols:
+                decided(condition)
 
     def in_trace(value: Any) -> Any:
         is_real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
@@ -270,32 +289,9 @@ def decided_by_values(
         patch(proxy_tensor, "proxy_call", traced_call),
         patch(torch.Tensor, "__setitem__", set_item),
         sizes_decided_by(shape_env, decided),
+        comparisons_told(tell),
     ):
         yield traced
-
-
-@contextmanager
-def floats_stay_open() -> Iterator[None]:
-    """Lets DTensor's caches ask a float that is traced for truth and hash, and decide nothing by that.
-
-    Powers of it are Python's, whose base may be negative: torch would ask, for each, sympy.
-    """
-
-    def truth(number: torch.SymFloat) -> bool:
-        return bool(number != 0.0)
-
-    def refuse(number: torch.SymFloat) -> int:
-        raise TypeError("a float that is traced has no hash")
-
-    patch: Any = mock.patch.object
-    floats = torch.SymFloat
-    with (
-        patch(floats, "__bool__", truth),
-        patch(floats, "__hash__", refuse),
-        patch(floats, "__pow__", floats.__float_pow__),
-        patch(floats, "__rpow__", floats.__rfloat_pow__),
-    ):
-        yield
 
 
 @contextmanager

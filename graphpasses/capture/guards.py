@@ -70,7 +70,7 @@ class Decisions:
                 yield
                 self.guards = self._make_guards(traced)
         except traced_symbols.UNDECIDED as error:
-            where = self._refusal or f"{user_line()}, and that value cannot be computed before the step"
+            where = self._refusal or f"{line_of(error)}, and that value cannot be computed before the step"
             raise CaptureError(
                 f"loss_fn decides by a tensor's value (int(tensor), bool(tensor), a comparison) at {where}. A "
                 f"captured step decides by values of the batch, of buffers and of constants alone. {NO_DECISION}"

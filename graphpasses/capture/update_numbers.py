@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 from graphpasses._torch.conditions import as_function
-from graphpasses._torch.symbols import decided_by_values, floats_stay_open
+from graphpasses._torch.symbols import decided_by_values
+from graphpasses._torch.traced_floats import floats_stay_open
 from graphpasses.graph import GraphInput, InputKind
 from graphpasses.state.optimizers import Number, NumberDecision, Optimizers, numbers_of
 

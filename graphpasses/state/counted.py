@@ -63,4 +63,5 @@ def _place(model: nn.Module, fqn: str) -> tuple[dict[str, Any], str]:
 
 def _as_tensor(value: Any) -> Any:
     dtype = _DTYPES.get(type(value))
-    return value if dtype is None else torch.tensor(value, dtype=dtype, device="cpu")
+    is_carried = dtype is not None and not (dtype == torch.int64 and not -(2**63) <= value < 2**63)
+    return torch.tensor(value, dtype=dtype, device="cpu") if is_carried else value

@@ -119,3 +119,18 @@ def test_another_kind_of_number() -> None:
     model.num_calls = 3
     step(X)
     assert model.num_calls == 4
+
+
+def test_a_count_that_no_tensor_carries() -> None:
+    def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
+        model.num_calls *= 2**40
+        return model.linear(x).square().mean() * (1 + model.num_calls % 3)
+
+    model = Counting()
+    model.num_calls = 1
+    step = capture_train_step(loss_fn, model, X)
+    step(X)
+    step(X)
+    with pytest.raises(BatchMismatchError) as caught:
+        step(X)
+    assert str(caught.value).startswith("attribute 'num_calls' differs from the captured batch: exp")

@@ -1,0 +1,95 @@
+"""Floats that are traced: what code decides where it compares them, and what torch may ask of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import fx
+from torch.fx.experimental import proxy_tensor
+from torch.types import py_sym_types
+
+_ORDER = {"eq": sympy.Eq, "ne": sympy.Ne, "lt": sympy.Lt, "le": sympy.Le, "gt": sympy.Gt, "ge": sympy.Ge}
+_OPPOSITE = {"eq": "ne", "ne": "eq", "lt": "ge", "ge": "lt", "gt": "le", "le": "gt"}
+_le, _lt = partial(sympy.Le, evaluate=False), partial(sympy.Lt, evaluate=False)
+
+
+@contextmanager
+def comparisons_told(told: Callable[..., None]) -> Iterator[None]:
+    """Tells what is true of floats that the block compares where sympy answers without asking for their values.
+
+    It knows neither nan nor rounding: ``v != v`` is false to it, and ``v + 1e-20 > v`` true.
+    """
+
+    def telling(name: str, compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def run(one: Any, other: Any) -> Any:
+            answer = compare(one, other)
+            is_float = any(isinstance(each, (torch.SymFloat, float)) for each in (one, other))
+            truth = answer.node.expr if isinstance(answer, torch.SymBool) else answer
+            if is_float and truth in (True, False, sympy.true, sympy.false):
+                sides = [each.node.expr if isinstance(each, py_sym_types) else each for each in (one, other)]
+                if sides[0] == sides[1]:  # of all but nan, which a sum of infinities is, too
+                    symbols = sympy.sympify(sides[0]).free_symbols
+                    is_read = sides[0] in symbols
+                    known = [_le(each, each) if is_read else _lt(sympy.Abs(each), sympy.oo) for each in symbols]
+                else:
+                    known = [_ORDER[name if truth else _OPPOSITE[name]](*sides, evaluate=False)]
+                told(known, one, other)
+            return answer
+
+        return run
+
+    with ExitStack() as patches:
+        for kind in (torch.SymFloat, torch.SymInt):
+            for name in _ORDER:
+                magic = f"__{name}__"
+                patches.enter_context(mock.patch.object(kind, magic, telling(name, getattr(kind, magic))))
+        yield
+
+
+def symbols_behind(
+    number: Any, tracer: Any, bound_symbols: Callable[[fx.Node], Iterable[sympy.Symbol]]
+) -> set[sympy.Symbol]:
+    """Returns the floats that were read of tensors and from which a number follows that has no symbol any more."""
+    if not isinstance(number, torch.SymFloat) or number.node.expr.free_symbols:
+        return set()
+    is_open: Any = number.node.shape_env.replace  # not decided by, to one value
+    traced = proxy_tensor.get_proxy_slot(number, tracer, None)
+    found, nodes = set[sympy.Symbol](), [] if traced is None else [traced.force().node]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        found |= {symbol for symbol in bound_symbols(node) if not symbol.is_integer and is_open(symbol).free_symbols}
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            nodes += (new := {*node.all_input_nodes} - seen)
+            seen |= new
+    return found
+
+
+@contextmanager
+def floats_stay_open() -> Iterator[None]:
+    """Lets DTensor's caches ask a float that is traced for truth and hash, and decide nothing by that.
+
+    Powers of it are Python's, whose base may be negative: torch would ask, for each, sympy.
+    """
+
+    def truth(number: torch.SymFloat) -> bool:
+        return bool(number != 0.0)
+
+    def refuse(number: torch.SymFloat) -> int:
+        raise TypeError("a float that is traced has no hash")
+
+    patch: Any = mock.patch.object
+    floats = torch.SymFloat
+    with (
+        patch(floats, "__bool__", truth),
+        patch(floats, "__hash__", refuse),
+        patch(floats, "__pow__", floats.__float_pow__),
+        patch(floats, "__rpow__", floats.__rfloat_pow__),
+    ):
+        yield
