@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -11,8 +12,11 @@ from unittest import mock
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
+from torch._dynamo.exc import Unsupported
 from torch.fx.experimental import proxy_tensor
 from torch.types import py_sym_types
+
+from graphpasses._torch.patching import Patch, PatchSet
 
 _ORDER = {"eq": sympy.Eq, "ne": sympy.Ne, "lt": sympy.Lt, "le": sympy.Le, "gt": sympy.Gt, "ge": sympy.Ge}
 _OPPOSITE = {"eq": "ne", "ne": "eq", "lt": "ge", "ge": "lt", "gt": "le", "le": "gt"}
@@ -21,35 +25,45 @@ _le, _lt = partial(sympy.Le, evaluate=False), partial(sympy.Lt, evaluate=False)
 
 @contextmanager
 def comparisons_told(told: Callable[..., None]) -> Iterator[None]:
-    """Tells what is true of floats that the block compares where sympy answers without asking for their values.
-
-    It knows neither nan nor rounding: ``v != v`` is false to it, and ``v + 1e-20 > v`` true.
-    """
-
-    def telling(name: str, compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        def run(one: Any, other: Any) -> Any:
-            answer = compare(one, other)
-            is_float = any(isinstance(each, (torch.SymFloat, float)) for each in (one, other))
-            truth = answer.node.expr if isinstance(answer, torch.SymBool) else answer
-            if is_float and truth in (True, False, sympy.true, sympy.false):
-                sides = [each.node.expr if isinstance(each, py_sym_types) else each for each in (one, other)]
-                if sides[0] == sides[1]:  # of all but nan, which a sum of infinities is, too
-                    symbols = sympy.sympify(sides[0]).free_symbols
-                    is_read = sides[0] in symbols
-                    known = [_le(each, each) if is_read else _lt(sympy.Abs(each), sympy.oo) for each in symbols]
-                else:
-                    known = [_ORDER[name if truth else _OPPOSITE[name]](*sides, evaluate=False)]
-                told(known, one, other)
-            return answer
-
-        return run
-
+    """Tells what is true of floats that the block compares where sympy answers without asking for their values."""
     with ExitStack() as patches:
-        for kind in (torch.SymFloat, torch.SymInt):
-            for name in _ORDER:
-                magic = f"__{name}__"
-                patches.enter_context(mock.patch.object(kind, magic, telling(name, getattr(kind, magic))))
+        for kind, name in itertools.product((torch.SymFloat, torch.SymInt), _ORDER):
+            magic = f"__{name}__"
+            told_of = _telling(name, told, getattr(kind, magic))
+            patches.enter_context(mock.patch.object(kind, magic, told_of))
         yield
+
+
+def _telling(name: str, told: Callable[..., None], compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Wraps a comparison. Sympy knows neither nan nor rounding: ``v != v`` is false to it, ``v + 1e-20 > v`` true."""
+
+    def run(one: Any, other: Any) -> Any:
+        answer = compare(one, other)
+        is_float = any(isinstance(each, (torch.SymFloat, float)) for each in (one, other))
+        truth = answer.node.expr if isinstance(answer, torch.SymBool) else answer
+        if is_float and truth in (True, False, sympy.true, sympy.false):
+            sides = [each.node.expr if isinstance(each, py_sym_types) else each for each in (one, other)]
+            if sides[0] == sides[1]:  # of all but nan, which a sum of infinities is, too
+                symbols = sympy.sympify(sides[0]).free_symbols
+                is_read = sides[0] in symbols
+                known = [_le(each, each) if is_read else _lt(sympy.Abs(each), sympy.oo) for each in symbols]
+            else:
+                known = [_ORDER[name if truth else _OPPOSITE[name]](*sides, evaluate=False)]
+            told(known, one, other)
+        return answer
+
+    return run
+
+
+def _break_graph(known: Iterable[sympy.Basic], *_: Any) -> None:
+    if any(not symbol.is_integer for condition in known for symbol in condition.free_symbols):
+        raise Unsupported("a number of a tensor is compared, which may be nan")
+
+
+FLOATS_ASKED = PatchSet(
+    *(Patch(f"torch:SymFloat.__{name}__", partial(_telling, name, _break_graph)) for name in _ORDER)
+)
+"""Breaks Dynamo's graph where it traces such a comparison, as it does at others: Python decides."""
 
 
 def symbols_behind(

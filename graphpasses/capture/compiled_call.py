@@ -15,6 +15,7 @@ from torch import nn
 from graphpasses._torch.compile_backend import uncompiled
 from graphpasses._torch.ddp import is_replicated, orders_buckets, orders_replicated, running_ddp
 from graphpasses._torch.dynamo import BackendCompilerFailed, graphs_uncut, is_eager_forced, record_graph_breaks
+from graphpasses._torch.traced_floats import FLOATS_ASKED
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.capture.refusals import check_materialised
 from graphpasses.errors import GraphPassesError, UnsupportedError
@@ -101,7 +102,7 @@ class CompiledCall:
             self._reducers = self._find_reducers()
         token = _RUNNING.set(Running(self))
         try:
-            with record_graph_breaks() as graph_breaks, graphs_uncut():
+            with record_graph_breaks() as graph_breaks, graphs_uncut(), FLOATS_ASKED:
                 around = running_ddp()
                 replicated = [each for each in self._reducers if not isinstance(each, _DDP)]
                 if (around is not None and orders_buckets(around)) or any(map(orders_replicated, replicated)):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import graphpasses as gp
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import CaptureError
 from tests.helpers.models import same_bits
@@ -38,7 +39,8 @@ def is_lost(v: float) -> bool:
 
 def loss_by(is_special: Callable[[float], bool]) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
     def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return model(x.nan_to_num()).sum() * (2 if is_special(x.sum().item()) else 1)
+        scale = 2 if is_special(x.sum().item()) else 1
+        return model(x.nan_to_num()).sum() * scale
 
     return loss_fn
 
@@ -68,3 +70,16 @@ def test_a_number_of_parameters() -> None:
 
     with pytest.raises(CaptureError, match="and that value depends on parameter 'weight'"):
         capture_train_step(loss_fn, nn.Linear(2, 1), X)
+
+
+@pytest.mark.parametrize("is_special", [is_unequal, is_below_more, is_lost, is_no_distance])
+def test_a_nan_in_a_compiled_model(is_special: Callable[[float], bool]) -> None:
+    """Where Dynamo keeps numbers of tensors in its graphs, as for TorchRec's models; torch.compile alone differs."""
+    loss_fn, model = loss_by(is_special), nn.Linear(2, 1)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        ours = gp.compile(loss_fn, inner="aot_eager")
+        torchs = torch.compile(loss_fn, backend="aot_eager")
+        for x in (X, torch.full_like(X, math.nan)):
+            assert same_bits(ours(model, x), loss_fn(model, x))
+        assert same_bits(torchs(model, X), loss_fn(model, X))
+        assert not same_bits(torchs(model, x), loss_fn(model, x))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from graphpasses._torch.ddp import after_forward, before_forward, orders_buckets
-from graphpasses.embedding.torchrec.patching import Patch, PatchSet, constant
+from graphpasses._torch.patching import Patch, PatchSet, constant
 from graphpasses.errors import UnsupportedError
 from graphpasses.ops.autograd_functions import alias_tensors
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from graphpasses._torch.patching import constant
 from graphpasses.embedding.torchrec.input_dists import shardings_of
-from graphpasses.embedding.torchrec.patching import constant
 
 _OPTIMIZERS = ("EMAINPLACE_ROWWISE_ADAGRAD", "ENSEMBLE_ROWWISE_ADAGRAD")
 _WEIGHT_DECAYS = ("COUNTER", "COWCLIP")

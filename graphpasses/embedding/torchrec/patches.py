@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphpasses._torch.patching import Patch, PatchSet, constant, traced
 from graphpasses.embedding.torchrec.eager_parts import (
     begun_by_pipeline,
     embeddings_by_steps,
@@ -21,7 +22,6 @@ from graphpasses.embedding.torchrec.eager_parts import (
     managed_collisions,
 )
 from graphpasses.embedding.torchrec.input_dists import check_key_order, make_input_dist
-from graphpasses.embedding.torchrec.patching import Patch, PatchSet, constant, traced
 from graphpasses.embedding.torchrec.traced_comms import (
     all_to_all_single,
     carried,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphpasses.embedding.torchrec.patching import traced
+from graphpasses._torch.patching import traced
 from graphpasses.errors import UnsupportedError
 from graphpasses.ops.exchange_embeddings import EXCHANGE_EMBEDDINGS, exchange_embeddings
 from graphpasses.ops.reduce_scatter_v import REDUCE_SCATTER_V, gather_parts

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphpasses._torch.dynamo import read_size
-from graphpasses.embedding.torchrec.patching import Patch, traced
+from graphpasses._torch.patching import Patch, traced
 from graphpasses.ops.exchange_embeddings import send_and_wait
 from graphpasses.ops.size_tensor import SIZE_TENSOR
 

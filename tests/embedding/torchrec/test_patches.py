@@ -11,9 +11,9 @@ pytest.importorskip("torchrec")
 
 from tests.helpers.recommenders import ids  # loads TorchRec without its warnings  # isort: skip
 
+from graphpasses._torch.patching import Patch, PatchSet
 from graphpasses.embedding.torchrec.ddp_calls import DDP_PATCHES
 from graphpasses.embedding.torchrec.patches import TORCHREC_PATCHES, _check_version
-from graphpasses.embedding.torchrec.patching import Patch, PatchSet
 from graphpasses.errors import UnsupportedError
 
 ALL = (*DDP_PATCHES.patches, *TORCHREC_PATCHES.patches)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from graphpasses.embedding.torchrec.patching import Patch, PatchSet
+from graphpasses._torch.patching import Patch, PatchSet
 
 ORIGINAL = colorsys.rgb_to_hsv
 
