@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -13,8 +14,10 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 from torch._dynamo.exc import Unsupported
+from torch._dynamo.utils import run_node
 from torch.fx.experimental import proxy_tensor
 from torch.types import py_sym_types
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from graphpasses._torch.patching import Patch, PatchSet
 
@@ -55,15 +58,22 @@ def _telling(name: str, told: Callable[..., None], compare: Callable[[Any, Any],
     return run
 
 
-def _break_graph(known: Iterable[sympy.Basic], *_: Any) -> None:
-    if any(not symbol.is_integer for condition in known for symbol in condition.free_symbols):
-        raise Unsupported("a number of a tensor is compared, which may be nan")
+def _asked(compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Wraps a comparison: where the user's code makes it of a number of a tensor, Dynamo breaks the graph."""
+
+    def run(one: torch.SymFloat, other: Any) -> Any:
+        # Torch's own code compares, too: a number with itself, to find it in a dict.
+        if sys._getframe(1).f_code is run_node.__code__:
+            symbols = one.node.expr.free_symbols
+            if not symbols or any(symbol_is_type(symbol, SymT.UNBACKED_FLOAT) for symbol in symbols):
+                raise Unsupported("a number of a tensor is compared, which may be nan")
+        return compare(one, other)
+
+    return run
 
 
-FLOATS_ASKED = PatchSet(
-    *(Patch(f"torch:SymFloat.__{name}__", partial(_telling, name, _break_graph)) for name in _ORDER)
-)
-"""Breaks Dynamo's graph where it traces such a comparison, as it does at others: Python decides."""
+FLOATS_ASKED = PatchSet(*(Patch(f"torch:SymFloat.__{name}__", _asked) for name in _ORDER))
+"""Lets Python decide by such a comparison, of which Dynamo would take the answer of all numbers but nan."""
 
 
 def symbols_behind(
