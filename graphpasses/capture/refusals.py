@@ -28,6 +28,7 @@ from graphpasses._torch.symbols import is_read_number
 from graphpasses.capture.traced_lines import is_traced_code, line_of, user_line
 from graphpasses.errors import CaptureError, GraphPassesError
 from graphpasses.identity import walk_modules
+from graphpasses.state.left_tensors import FIRST_CALL
 from graphpasses.state.model import check_gradient_hooks, is_trained, trained_state
 
 
@@ -149,6 +150,10 @@ _REFUSED_TRACES = {
         "loss_fn makes tensors of ragged sizes, as torch.nested's jagged layout, and a graph has no input for such a "
         "size. Pad them, or compute with their values and offsets as plain tensors"
     ),
+    # As Module.train says of what is computed of a number that forward changes at each call.
+    "training mode is expected to be boolean": (
+        "forward gives train() a comparison of a number, at {line}; write train(bool(...)), by which the step decides"
+    ),
     # As torch.zeros says.
     "failed to unpack the object": (
         "loss_fn gives a tensor for a size at {line}, and none has a value while a step is traced; write "
@@ -193,7 +198,7 @@ def torchs_errors_named() -> Iterator[None]:
     """Raises what torch raises in the block, a trace, in words of the user's code."""
     try:
         yield
-    except (RuntimeError, TypeError, IndexError, AssertionError) as error:
+    except (RuntimeError, TypeError, ValueError, IndexError, AssertionError) as error:
         for text, refusal in _REFUSED_TRACES.items():
             if text in str(error):
                 raise CaptureError(refusal.format(error=error, line=line_of(error))) from error
@@ -350,7 +355,7 @@ def gradients_refused(model: nn.Module) -> Iterator[None]:
                 raise CaptureError(
                     f"loss_fn, or a hook, {does} the gradient of {what} (.grad) at {user_line()}, and a captured "
                     "step would not. Do it before or after the step, also zero_grad(), and give what is computed "
-                    "from gradients in the batch"
+                    f"from gradients in the batch{FIRST_CALL}"
                 )
             inside.append(tensor)
             try:

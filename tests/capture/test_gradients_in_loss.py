@@ -46,7 +46,8 @@ def test_gradients_that_loss_fn_reads_or_sets(name: str) -> None:
     assert message.startswith(f"loss_fn, or a hook, {what} (.grad) at ")
     assert message.endswith(
         ", and a captured step would not. Do it before or after the step, also zero_grad(), and give what is "
-        "computed from gradients in the batch"
+        "computed from gradients in the batch. If it does so at the first call only, run loss_fn once before the "
+        "capture"
     )
 
 

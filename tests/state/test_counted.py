@@ -114,7 +114,7 @@ def test_another_kind_of_number() -> None:
     model = Counting()
     step = capture_train_step(warmed_up, model, X)
     model.num_calls = "one"  # type: ignore[assignment]
-    with pytest.raises(BatchMismatchError, match=r"^attribute 'num_calls' differs from the captured batch: exp"):
+    with pytest.raises(BatchMismatchError, match=r"^attribute 'num_calls' differs from the captured one: exp"):
         step(X)
     model.num_calls = 3
     step(X)
@@ -133,4 +133,20 @@ def test_a_count_that_no_tensor_carries() -> None:
     step(X)
     with pytest.raises(BatchMismatchError) as caught:
         step(X)
-    assert str(caught.value).startswith("attribute 'num_calls' differs from the captured batch: exp")
+    assert str(caught.value).startswith("attribute 'num_calls' differs from the captured one: exp")
+
+
+def test_a_mode_that_a_count_decides() -> None:
+    def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
+        model.num_calls += 1
+        is_odd = model.num_calls % 2 == 1
+        model.dropout.train(bool(is_odd) if decides else is_odd)
+        return model.dropout(model.linear(x)).square().mean()
+
+    decides = True
+    step = capture_train_step(loss_fn, model := Counting(), X)
+    assert step(X) != step(X)
+    assert (model.num_calls, model.dropout.training) == (2, False)
+    decides = False
+    with pytest.raises(CaptureError, match=r"^forward gives train\(\) a comparison of a number, at .*test_counted"):
+        capture_train_step(loss_fn, Counting(), X)
