@@ -107,7 +107,8 @@ def _bits_of(groups: Iterable[str]) -> dict[str, int]:
 
 def _where_unlike(x: Any, y: Any) -> str:
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
-        return "" if x == y else f"{x} becomes {y}"
+        texts = ["a tensor" if isinstance(each, torch.Tensor) else str(each) for each in (x, y)]
+        return "" if "a tensor" not in texts and x == y else " becomes ".join(texts)
     if (x.dtype, x.shape) != (y.dtype, y.shape):
         return f"a tensor of {x.dtype} and shape {tuple(x.shape)} becomes one of {y.dtype} and {tuple(y.shape)}"
     with outside_tracing():

@@ -72,6 +72,20 @@ def test_a_changed_norm_that_the_update_returns() -> None:
     assert refused(step, other).startswith("the rewritten step changes output 0 of the update")
 
 
+def test_a_number_in_the_place_of_a_gradient() -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, float]:
+        return model(x).square().mean(), x.sum().item()
+
+    step = capture_train_step(loss_fn, nn.Linear(4, 4), X)
+    other = step.copy()
+    output = other.module.graph.output_node()
+    loss, weight, bias, number = output.args[0]  # type: ignore[misc]
+    output.args = ([loss, number, bias, weight],)
+    text = refused(step, other)
+    assert text.startswith("the rewritten step changes the gradient of 'weight' (and 1 others: ")
+    assert "a tensor becomes " in text
+
+
 def test_an_update_by_a_gradient_that_is_not_proved() -> None:
     step = updating()
     other = step.copy()
