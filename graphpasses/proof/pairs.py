@@ -108,7 +108,9 @@ def _facts_of(graph: TrainGraph, of: TrainGraph, known: Facts) -> Facts:
     """Returns what is known of a graph that was made of another: its inputs lie as those of that one."""
     inputs = {item: known[node] for item, node in zip(of.inputs, of.placeholders, strict=True)}
     items = zip(graph.inputs, graph.placeholders, strict=True)
-    others = {node: item for item, node in items if item in inputs and _lies(inputs[item]) != _lies(node.meta["val"])}
+    others = {
+        node: item for item, node in items if item in inputs and _lies(inputs[item]) != _lies(node.meta.get("val"))
+    }
     return Facts(graph.graph, known, {node: inputs[item] for node, item in others.items()})
 
 

@@ -237,3 +237,9 @@ def test_minus_zero_is_not_zero(target: torch._ops.OpOverload) -> None:
     node.replace_all_uses_with(new)
     other.graph.erase_node(node)
     assert "the constant 0.0 became the constant -0.0" in refused(step, other)
+
+
+@pytest.mark.parametrize("value", [2.0, 3, True, "mean", None])
+def test_a_batch_with_what_is_no_tensor(value: object) -> None:
+    step = capture_train_step(lambda model, x, value: model(x).square().mean(), nn.Linear(4, 4), X, value)
+    assert not prove(step, step.copy()).unproved
