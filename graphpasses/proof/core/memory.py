@@ -94,7 +94,9 @@ class Memory:
     def _now(self, root: Leaf) -> Value:
         """Returns what a tensor that is first in its memory holds now."""
         value = self._of[root[0]]
-        return cast(Value, self._read_tensor(root, value if root[1] is None else value[root[1]]))
+        found = self._read_tensor(root, value if root[1] is None else value[root[1]])
+        assert isinstance(found, Value)
+        return found
 
     def _place_of(self, leaf: Leaf) -> Place | None:
         return self._facts.places[leaf[0]][leaf[1] or 0]
