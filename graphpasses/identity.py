@@ -332,6 +332,7 @@ def _facts(tensor: torch.Tensor) -> dict[str, object]:
 
 RESTORED = (list, deque, dict, defaultdict, OrderedDict, Counter, set)
 """Containers whose items are put back; not the user's classes, which may do something else."""
+_MAX_ITEMS = 1000
 
 
 @contextmanager
@@ -342,12 +343,27 @@ def attributes_restored(objects: Iterable[Any]) -> Iterator[None]:
     """
     others = [each for each in objects if not isinstance(each, nn.parallel.DistributedDataParallel)]
     held = [each for thing in others for each in (vars(thing), *vars(thing).values())]
-    before = [(each, each.copy()) for each in held if type(each) in RESTORED]
+    before = [pair for each in held for pair in containers_with_copies(each)]
     try:
         yield
     finally:
         for value, items in before:
             put_back(value, items)
+
+
+def containers_with_copies(value: Any) -> list[tuple[Any, Any]]:
+    """Returns the lists, deques, dicts and sets that a value is, or holds, with copies; of many items not all."""
+    found: dict[int, tuple[Any, Any]] = {}
+    pending, left = [value], _MAX_ITEMS
+    while pending:
+        each = pending.pop()
+        if id(each) in found or type(each) not in (*RESTORED, tuple):
+            continue
+        found[id(each)] = each, each if type(each) is tuple else each.copy()
+        left -= len(each)
+        if left >= 0:
+            pending += each.values() if isinstance(each, dict) else each
+    return [pair for pair in found.values() if type(pair[0]) is not tuple]
 
 
 def put_back(value: Any, items: Any) -> None:

@@ -52,6 +52,11 @@ class Decisions:
         self._varying = varying
         self._inputs = [*_state(model), *((GraphInput(InputKind.BATCH, path), leaf) for path, leaf in leaves)]
 
+    @property
+    def texts(self) -> list[str]:
+        """What was decided, in order, and where."""
+        return [] if self.guards is None else [f"{each.condition} {each.where}" for each in self.guards.decisions]
+
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Watches the block, which is traced, and makes its guards; they replace those of an earlier block.

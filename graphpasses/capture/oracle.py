@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from graphpasses._torch import pytree
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_accumulation import pending_gradients
@@ -34,6 +35,7 @@ from graphpasses.identity import IdentityMap, named_state, same_bits
 from graphpasses.state.keys import key_of
 from graphpasses.state.left_tensors import Assigned, LeftTensors, live_state_restored, tensors_kept
 from graphpasses.state.model import trained_state
+from graphpasses.state.slots import Owner, values_restored
 
 Results = dict[str, torch.Tensor | None]
 _States = list[tuple[torch.Generator, torch.Tensor]]
@@ -86,7 +88,7 @@ def check_step(
     traced. Where bits may differ from run to run, operators alone are compared, those of formulas, too. ``step``
     has no update; ``batch`` is what it was captured on, and ``traced`` are the calls that were traced.
     """
-    model, leaves = step.model, step.batch_structure.leaves(batch)
+    model, leaves, outside = step.model, step.batch_structure.leaves(batch), step.snapshot.outside_model
     consensus = RankConsensus.of_graph(step.graph, next(model.parameters()).device)
     agreed = partial(consensus.raised_together, FidelityError(_ANOTHER_RANK))
 
@@ -98,7 +100,7 @@ def check_step(
     try:
         with agreed():
             with _seeds_refused(step, record) as seeds:
-                theirs = run_step(model, lambda: eager(record))
+                theirs = run_step(model, lambda: eager(record), outside)
             theirs = {name: record.as_it_is(value) for name, value in theirs.items()}
         with freed_memory_returned():
             record.undo()
@@ -111,7 +113,7 @@ def check_step(
                 again = record_calls(model, step.identity, leaves)
                 try:
                     with agreed(), collectives_with_waits():
-                        run_step(model, lambda: eager(again))
+                        run_step(model, lambda: eager(again), outside)
                 finally:
                     again.undo()
             with agreed():
@@ -121,7 +123,7 @@ def check_step(
             for generator, state in seeds:
                 generator.set_state(state)
             with agreed():
-                ours = run_step(model, lambda: step(*step.batch_structure.fresh(batch)))
+                ours = run_step(model, lambda: step(*step.batch_structure.fresh(batch)), outside)
                 for name, value in theirs.items():
                     other = ours.get(name)
                     if value is not other and (value is None or other is None or not same_bits(value, other)):
@@ -156,14 +158,15 @@ def _seeds_refused(step: CapturedStep, record: OperatorCalls) -> Iterator[_State
             record.undo_to(generator, state)
 
 
-def run_step(model: nn.Module, run: Callable[[], Any]) -> Results:
+def run_step(model: nn.Module, run: Callable[[], Any], outside: Iterable[Owner] = ()) -> Results:
     """Runs a step; returns what it returns, gradients and buffers, by what they are, and puts all but written tensors
-    back.
+    back, also what it leaves ``outside``.
     """
     named = {f"gradient of {fqn!r}": each for fqn, each in trained_state(model).items()}
     with (
         live_state_restored(model),
         fsdp2_state_restored(model),
+        values_restored(outside) as held,
         torch.autograd.set_multithreading_enabled(False),
     ):
         for parameter in named.values():
@@ -173,6 +176,11 @@ def run_step(model: nn.Module, run: Callable[[], Any]) -> Results:
             result = run()
         buffers = {f"buffer {fqn!r}": each for fqn, each in model.named_buffers()}
         left, values = ({f"attribute {fqn!r}": each for fqn, each in found.items()} for found in in_modules.changed())
+        for path, value in held.changed().items():
+            leaves, structure = pytree.tree_flatten(value)
+            values |= {f"structure of {path!r}": str(structure)}
+            for index, leaf in enumerate(leaves):
+                (left if torch.is_tensor(leaf) else values)[f"{path!r} [{index}]"] = leaf
         if freed := next((name for name, each in left.items() if is_freed(each)), None):
             raise CaptureError(f"forward keeps a view of a parameter in {freed}, which FSDP2 frees; keep a clone")
         returned = Returned.values_of(result)
@@ -203,7 +211,7 @@ def other_strides_of_eager(step: CapturedStep, loss_fn: Callable[..., Any], batc
     noted = StridesOfEager()
     try:
         with noted:
-            run_step(step.model, lambda: _eager(step, loss_fn, batch, record))
+            run_step(step.model, lambda: _eager(step, loss_fn, batch, record), step.snapshot.outside_model)
     finally:
         record.undo()
     consensus = RankConsensus.of_graph(step.graph, next(step.model.parameters()).device)

@@ -23,6 +23,7 @@ from graphpasses.graph.returned import loss_of
 from graphpasses.graph.several_models import first_model
 from graphpasses.identity import same_bits
 from graphpasses.state.model import with_gradients
+from graphpasses.state.slots import values_restored
 
 
 @freed_memory_returned()
@@ -74,7 +75,7 @@ def run_eagerly(loss_fn: Callable[..., Any], step: CapturedStep, batch: Sequence
 def _results(step: CapturedStep, batch: Sequence[Any], run: Callable[[], Any]) -> Results:
     """Returns copies of all that a run leaves behind, which is put back."""
     with put_back(step, batch):
-        results = run_step(step.model, run)
+        results = run_step(step.model, run, step.snapshot.outside_model)
         if step.grad_norm is not None:
             results["the norm of the gradients"] = step.grad_norm
         reshard(fsdp_groups(step.model))
@@ -105,6 +106,7 @@ def put_back(step: CapturedStep, batch: Sequence[Any]) -> Iterator[None]:
     try:
         with (
             values_put_back(step.model, _tensors(step, batch).values(), _optimizers(step)),
+            values_restored(step.snapshot.outside_model),
             accumulators_restored(step.model, copied=True),
         ):
             yield

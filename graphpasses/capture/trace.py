@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.fx.traceback import annotate
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -30,6 +30,7 @@ from graphpasses.capture import refusals
 from graphpasses.capture.guards import Decisions
 from graphpasses.capture.oracle import record_calls
 from graphpasses.capture.random_state import RandomCalls, random_state_traced
+from graphpasses.capture.settled import trace_until_settled
 from graphpasses.errors import CaptureError
 from graphpasses.graph.accumulation import Marks
 from graphpasses.graph.batch import Varying
@@ -38,10 +39,16 @@ from graphpasses.graph.guards import Guards
 from graphpasses.graph.kinds import GraphOutput, OutputKind
 from graphpasses.graph.returned import Returned, loss_of
 from graphpasses.graph.several_models import first_model
-from graphpasses.identity import IdentityMap, find_state, named_state, same_bits
-from graphpasses.state.counted import Counted, CountedError, is_countable
+from graphpasses.identity import IdentityMap, find_state, named_state
+from graphpasses.state.counted import Counted
 from graphpasses.state.kept_tensors import caches_emptied_on_error
-from graphpasses.state.left_tensors import FIRST_CALL, LeftTensors, live_state_restored, tensors_kept
+from graphpasses.state.left_tensors import (
+    FIRST_CALL,
+    Left,
+    LeftTensors,
+    live_state_restored,
+    tensors_kept,
+)
 from graphpasses.state.model import is_trained, structure_check, trained_state
 from graphpasses.state.reads import Reads
 
@@ -60,7 +67,7 @@ class Trace:
     taken: Sequence[tuple[Any, ...]]  # by which keys of the batch what ``loss_fn`` takes out of it is reached
     held: Collection[str]  # FQNs of what the user's code also read by references beside the model
     unsharded: Collection[int]  # indexes of the FSDP2 groups that no backward frees
-    left_values: dict[str, Any]  # Python values in attributes, by FQN
+    left_values: Left  # Python values in attributes, and what is left elsewhere
     returned: Returned  # what ``loss_fn`` returns; its tensors come behind those that it leaves
 
 
@@ -86,7 +93,7 @@ def trace_step(
     state = dict(named_state(model))
     held: set[str] = set()
     records: list[OperatorCalls] = []
-    left_values: dict[str, Any] = {}
+    all_left: list[Left] = []  # of each trace
     found: dict[str, Any] = {}  # what else a trace brings: of several, which are alike, the last
     random_calls, reads = RandomCalls(), Reads(model, loss_fn)
     paths, leaves = (*structure.paths, *counted.paths), [*leaves, *counted.read(model)]
@@ -187,7 +194,10 @@ def trace_step(
                 raise CaptureError(_TRAINS_ANOTHER.format(fqn))
         marks, marked = Marks.of(named, reductions)
         left, values = left_tensors.find(reads.has_read)
-        left_values.update(values)
+        elsewhere, put = reads.left([id(tensor) for _, tensor in named_state(model)])
+        left |= put
+        elsewhere.values.update(values)
+        all_left.append(elsewhere)
         found.update(marks=marks, taken=taken, unsharded=reductions.unsharded, returned=returned)
         found["left"] = [GraphOutput(OutputKind.LEFT, fqn) for fqn in left]
         found["left"] += [GraphOutput(OutputKind.MEMORY, fqn) for fqn in assigned]
@@ -211,12 +221,23 @@ def trace_step(
         ):
             named = zip(paths, leaves, strict=True)
             given = [_distinct(leaf, varying.get(path, ())) for path, leaf in named]
-            traced = _trace_until_settled(model, reads, lambda: trace_with_torch(step, model)(*given))
+            traced = trace_until_settled(
+                model, reads, all_left, lambda: (trace_with_torch(step, model)(*given), decisions.texts)
+            )
     finally:
         for record in reversed(records):
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
     calls, guards = records[0].calls, decisions.guards
-    return Trace(traced, reads, guards, random_calls, calls, held=held, left_values=left_values, **found)
+    return Trace(
+        traced,
+        reads,
+        guards,
+        random_calls,
+        calls,
+        held=held,
+        left_values=all_left[0].with_values(all_left[-1]),
+        **found,
+    )
 
 
 @contextmanager
@@ -233,49 +254,6 @@ def _gradients_put_back(loss: torch.Tensor, parameters: Collection[torch.Tensor]
     finally:
         for leaf, gradient in before:
             leaf.grad = gradient
-
-
-def _trace_until_settled(model: nn.Module, reads: Reads, trace: Callable[[], TracedFunction]) -> TracedFunction:
-    """Traces a step, and again with what forward changes for good at its first call, as a flag or a size.
-
-    The graph must be the same.
-    """
-    with reads.watched():
-        traced = trace()
-        changed = reads.changed()
-        again = trace() if changed else traced
-        changed_again = reads.changed()
-        numbers = []
-        for slot, (first, key) in changed.items():
-            second, _ = changed_again.get(slot, (None, None))
-            last = first.before if second is None else second.now
-            texts = [*map(str, (first.before, first.now, last))]
-            if second is None or second.now != first.now:
-                if is_countable(model, slot.path):
-                    numbers.append(slot.path)
-                    continue
-                raise CaptureError(
-                    f"forward reads attribute {slot.path!r} and changes it at each call ({', '.join(texts)}), and "
-                    "a captured step would not. Keep it in a buffer that forward writes in place, or set it outside"
-                )
-            if not _same_graphs(traced.gm, again.gm):
-                raise CaptureError(
-                    f"forward changes attribute {slot.path!r} ({', '.join(texts[:2])}) and computes otherwise "
-                    "from then on; a captured step would not. Run forward once before the capture"
-                )
-            slot.others = (*slot.others, key)
-        if numbers:
-            raise CountedError(*numbers)
-    return traced
-
-
-def _same_graphs(graph: fx.GraphModule, other: fx.GraphModule) -> bool:
-    graphs, others = ([m for m in each.modules() if isinstance(m, fx.GraphModule)] for each in (graph, other))
-    return [each.code for each in graphs] == [each.code for each in others] and all(
-        same_bits(getattr(graph, node.target), getattr(other, node.target))
-        for node in graph.graph.find_nodes(op="get_attr")
-        if isinstance(getattr(graph, node.target), torch.Tensor)
-    )
 
 
 _CALLED_BACKWARD = (

@@ -203,7 +203,7 @@ def _capture(
             counted=counted,
             returned=trace.returned,
             snapshot=Snapshot.of(
-                model, trace.reads.attributes, trace.reads.names, trace.held, modes_of(trace.left_values)
+                model, trace.reads.attributes, trace.reads.names, trace.held, modes_of(trace.left_values.values)
             ),
             checker=partial(check_on_batch, loss_fn),
         )

@@ -26,7 +26,7 @@ from graphpasses.graph.train_graph import GraphInput, InputKind, OutputKind, Tra
 from graphpasses.graph.unsharded import Unsharded
 from graphpasses.graph.update import Update
 from graphpasses.state.counted import Counted
-from graphpasses.state.left_tensors import leave
+from graphpasses.state.left_tensors import Left
 from graphpasses.state.snapshot import Snapshot
 
 
@@ -51,7 +51,7 @@ class CapturedStep(TrainGraph):
         cuts: where FSDP2 may keep gradients unreduced, for a later step; None where that is not known.
         checker: compares a step with eager on a batch; None where there is no ``loss_fn``.
         left_unsharded: indexes of the FSDP2 groups that eager leaves unsharded, as a teacher's root, and so a call.
-        left_values: Python values that forward sets attributes to, by FQN, and so does a call.
+        left_values: what forward leaves beside tensors in attributes of modules, and so does a call.
         counted: numbers in attributes that forward changes at each call: inputs of the graph, behind the batch.
         returned: what a call returns beside the loss.
         check_every: of how many calls one is checked first; ``"sparse"`` for calls 10, 100, 1,000, …; None for none.
@@ -78,7 +78,7 @@ class CapturedStep(TrainGraph):
     cuts: Cuts | None = None
     checker: Callable[[CapturedStep, Sequence[Any]], None] | None = None
     left_unsharded: frozenset[int] = frozenset()
-    left_values: dict[str, Any] = field(default_factory=dict)
+    left_values: Left = field(default_factory=Left)
     counted: Counted = field(default_factory=Counted)
     returned: Returned = field(default_factory=Returned)
     check_every: int | Literal["sparse"] | None = None
@@ -332,7 +332,8 @@ class CapturedStep(TrainGraph):
                 "the step has its model's optimizer in it; capture a step of the other model with its own optimizer"
             )
         parameters, snapshot = parameter_infos(model, self.identity), self.snapshot.for_model(model, groups or {})
-        return replace(self, model=model, parameters=parameters, snapshot=snapshot)
+        left = self.left_values.for_model(snapshot.attributes)
+        return replace(self, model=model, parameters=parameters, snapshot=snapshot, left_values=left)
 
     @cached_property
     def _unsharded(self) -> Unsharded:
@@ -387,7 +388,7 @@ class CapturedStep(TrainGraph):
         return lazy_module(self.module, graph)
 
     def _accumulate(self, flat: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> Any:
-        leave(self.model, {fqn: flat[index] for index, fqn in self._left[OutputKind.LEFT]}, self.left_values)
+        self.left_values.leave(self.model, {fqn: flat[index] for index, fqn in self._left[OutputKind.LEFT]})
         for index, fqn in self._left[OutputKind.MEMORY]:
             get_state(self.model, fqn).data = flat[index]
         for index, place, is_shared in self._gradient_slots:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from graphpasses.errors import CaptureError
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.kinds import GraphOutput, OutputKind
-from graphpasses.state.left_tensors import COMPUTED
+from graphpasses.state.patterns import COMPUTED
 
 
 def loss_of(result: Any) -> Any:

@@ -17,7 +17,7 @@ from graphpasses.errors import CaptureError
 from graphpasses.graph import CapturedStep
 from graphpasses.integrations.by_shape import Steps, StepsByShape
 from graphpasses.ops.autograd_functions import alias_tensors
-from graphpasses.state.left_tensors import COMPUTED
+from graphpasses.state.patterns import COMPUTED
 
 
 class CapturedSteps(StepsByShape):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,8 +22,10 @@ from graphpasses._torch.storage import memories
 from graphpasses.errors import CaptureError
 from graphpasses.identity import RESTORED, attributes_restored, put_back
 from graphpasses.state.counted import CountedError, is_number
-from graphpasses.state.keys import key_of
+from graphpasses.state.keys import CONTAINERS, MISSING, key_of
 from graphpasses.state.model import is_trained, with_gradients
+from graphpasses.state.patterns import COMPUTED, Computed, Same, fits, is_size, pattern_of, stand_ins, walk, was_read
+from graphpasses.state.slots import Owner, Slot, read, write
 
 
 def held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -62,40 +64,79 @@ def modes_of(values: Mapping[str, Any]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Same:
-    """Stands for a list, dict or set that stays the same object, and gets these items."""
+class Left:
+    """What a step leaves beside tensors in attributes of a model's modules.
 
-    items: Any
+    Args:
+        values: patterns, by FQN of an attribute, or by the path of a place.
+        places: by path, names of what is no module of the model, and containers that stay the same.
+        refusals: why each is refused where the next step reads it, or leaves something else.
+    """
 
+    values: dict[str, Any] = field(default_factory=dict)
+    places: dict[str, tuple[Owner, Slot]] = field(default_factory=dict)
+    refusals: dict[str, str] = field(default_factory=dict)
 
-@dataclass(frozen=True)
-class Computed:
-    """Stands in a list, tuple or dict for what a step computes."""
+    def leave(self, model: nn.Module, computed: Mapping[str, Any]) -> None:
+        """Gives modules of a model, and the places, what a step computed, and Python values."""
+        alone = dict(computed)
 
-    name: str
+        def part(each: Any) -> Any:
+            return alone.pop(each.name) if isinstance(each, Computed) else copy.deepcopy(each)
 
+        def made_of(pattern: Any) -> Any:  # new lists, which others may change
+            if isinstance(pattern, Same):
+                return Same(made_of(pattern.items))
+            return pytree.tree_map(part, pattern, is_leaf=is_size)
 
-def leave(model: nn.Module, computed: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Gives modules of a model what a step computed, for buffers and attributes, and Python values."""
-    alone = dict(computed)
+        made = {path: made_of(pattern) for path, pattern in self.values.items()}
+        for path, value in (made | alone).items():
+            owner, name = self._place(model, path)
+            before = read(owner, name)
+            if isinstance(before, nn.Parameter) and path not in self.places:
+                value = nn.Parameter(value, requires_grad=before.requires_grad)
+            if isinstance(value, Same):
+                put_back(before, value.items)
+            elif before is not value:
+                write(owner, name, value)
 
-    def part(each: Any) -> Any:
-        return alone.pop(each.name) if isinstance(each, Computed) else copy.copy(each)
+    def _place(self, model: nn.Module, path: str) -> tuple[Any, str]:
+        """Returns what has a name, and the name."""
+        if path in self.places:
+            owner, slot = self.places[path]
+            return owner.value, slot.name
+        fqn, _, name = path.rpartition(".")
+        module = model.get_submodule(fqn)
+        return next((each for each in (module._parameters, module._buffers) if name in each), vars(module)), name
 
-    # New lists, which others may change.
-    made = {fqn: pytree.tree_map(part, value, is_leaf=_is_size) for fqn, value in values.items()}
-    for fqn, value in (made | alone).items():
-        owner, _, name = fqn.rpartition(".")
-        module = model.get_submodule(owner)
-        places = module._parameters, module._buffers, vars(module)
-        place: Any = next((each for each in places if name in each), vars(module))
-        before = place.get(name)
-        if isinstance(value, Same):
-            put_back(before, copy.deepcopy(value.items))
-        elif place is module._parameters:
-            place[name] = nn.Parameter(value, requires_grad=before.requires_grad)
-        elif before is not value:
-            place[name] = value
+    def with_values(self, later: Left) -> Left:
+        """Returns what this trace leaves and a later one, which goes on where this one ended."""
+        return replace(self, values=self.values | later.values)
+
+    def for_model(self, attributes: Iterable[Owner]) -> Left:
+        """Returns the same of a step of another model, which has these attributes."""
+        places = {slot.path: (owner, slot) for owner in attributes for slot in owner.slots.values()}
+        for _, slot in self.places.values():
+            if slot.path not in places:
+                raise CaptureError(f"the step leaves values in {slot.path!r}; capture the other model's step")
+        return replace(self, places={path: places[slot.path] for path, (_, slot) in self.places.items()})
+
+    def mark(self) -> None:
+        """Lets the places have what a step leaves there."""
+        for path, (_, slot) in self.places.items():
+            slot.left = self.values[path]
+
+    def give_stand_ins(self, model: nn.Module) -> Callable[[], str | None]:
+        """Leaves, for what a step computes, what raises when it is read; returns what tells where one was."""
+        made = {path: stand_ins(self.values[path]) for path in self.places}
+        now = replace(self, values={path: self.values[path] for path in self.places})
+        now.leave(model, {name: each for of_one in made.values() for name, each in of_one.items()})
+        return lambda: next((path for path, of_one in made.items() if any(map(was_read, of_one.values()))), None)
+
+    def difference(self, other: Left, *, is_same: bool) -> str | None:
+        """Returns a place that another step gives something else; any, unless that ``is_same`` else; or None."""
+        pairs = ((path, *(each.values.get(path, MISSING) for each in (self, other))) for path in self.places)
+        return next((path for path, one, another in pairs if not (is_same and fits(another, one))), None)
 
 
 @contextmanager
@@ -169,7 +210,9 @@ class LeftTensors:
         self._held = held_tensors(model)
         self._keys = {fqn: key_of(value) for fqn, value in _held_values(model).items()}
         self._attributes = {fqn: value for fqn, _, value in _attributes_of(model)}
-        self._known = {id(each) for value in _containers(model).values() for each in _leaves(value)}
+        self._containers = {
+            fqn: (value, key_of(value)) for fqn, value in self._attributes.items() if isinstance(value, CONTAINERS)
+        }
 
     def changed(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the tensors that are others than before, by FQN, and the Python values."""
@@ -185,18 +228,17 @@ class LeftTensors:
         return {fqn: each for fqn, each in own.items() if left.get(fqn) is each and is_trained(each)}
 
     def find(self, has_read: Callable[[nn.Module, str], bool]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns what the step computed and left, by FQN, and the Python values; raises where a captured step could
-        not leave them.
+        """Returns what the step computed and left, by FQN, and patterns of the rest; raises where a captured step
+        could not leave them. What it put into containers that were there :class:`Reads` knows.
 
         ``has_read`` says whether forward read an attribute of a module before it set it.
         """
         left, values = self.changed()
         for fqn in self._attributes.keys() - {fqn for fqn, *_ in _attributes_of(self._model)}:
             raise CaptureError(f"forward deletes attribute {fqn!r}, and a captured step would not{FIRST_CALL}")
-        containers = _containers(self._model)
         for fqn, _, value in _attributes_of(self._model):
             is_another = value is not (before := self._attributes.get(fqn)) and key_of(value) != key_of(before)
-            if is_another and not (fqn in left or fqn in values or fqn in containers):
+            if is_another and not (fqn in left or fqn in values or isinstance(value, CONTAINERS)):
                 raise CaptureError(
                     f"forward keeps {key_of(value)} in attribute {fqn!r}, and a captured step would not. Keep "
                     f"tensors and Python values in attributes of their own, or return the object{FIRST_CALL}"
@@ -222,41 +264,35 @@ class LeftTensors:
         for fqn, value in values.items():
             if value is self._attributes.get(fqn) and isinstance(value, RESTORED):
                 values[fqn] = Same(value.copy())
-        known = self._known | {id(each) for each in self._model.parameters()}  # an RNN's list of its weights
-        known |= {id(each) for fqn, each in own.items() if fqn not in left}
-        for fqn, container in containers.items():
-            parts = _parts_of(fqn, container)
-            num_known = sum(id(each) in known for each in parts.values())
-            if num_known == len(parts):
+        known = {*map(id, self._model.parameters()), *(id(each) for fqn, each in own.items() if fqn not in left)}
+        for fqn, module, value in _attributes_of(self._model):
+            before, key = self._containers.get(fqn, (None, None))
+            if not isinstance(value, CONTAINERS) or fqn in values or key_of(value) == key:
                 continue
-            owner, _, name = fqn.rpartition(".")
-            is_old = container is self._attributes.get(fqn)
-            if not is_old and has_read(self._model.get_submodule(owner), name):
+            tensors = {id(each) for each in walk(value).values() if isinstance(each, torch.Tensor)}
+            if value is not before and tensors and tensors <= known:
+                continue  # a new list of the model's weights
+            is_read = has_read(module, fqn.rpartition(".")[2])
+            if is_read and value is before:
+                continue
+            if is_read:
                 raise CaptureError(read_before(fqn))
-            others = [each for each in _leaves(container) if not isinstance(each, COMPUTED)]
-            if num_known or is_old or not all(key_of(each).is_plain for each in others):
-                raise CaptureError(_IN_CONTAINER.format(fqn))
-            for part, each in parts.items():
+            if value is before or (found := pattern_of(fqn, value, before, known=known)) is None:
+                raise CaptureError(IN_CONTAINER.format(fqn))
+            for part, each in found[1].items():
                 _refuse_subclass(part, each)
-            left |= parts
-            values[fqn] = _with_names(container, iter(parts))
+            values[fqn] = found[0]
+            left |= found[1]
         return left, values
 
 
 _MODULE_STATE = frozenset(vars(nn.Module())) - {"training"}
-COMPUTED = (torch.Tensor, *py_sym_types)
-"""What a step computes: a number that it reads of a tensor, as by ``.item()``, is symbolic while it is traced."""
-_IN_CONTAINER = (
-    "forward keeps a tensor, or its .item(), in the attribute {!r}, in a container, and a captured step would not: "
-    "what reads it later would find an old one. Make a new list, tuple or dict in each forward, of nothing else, or "
-    "keep it in an attribute, or a buffer, of its own"
+IN_CONTAINER = (
+    "forward keeps something in the attribute {!r}, in a container, and a captured step would not: what a later "
+    "call reads or adds to, or another object than a tensor or Python value. Make a new list, tuple or dict in each "
+    "forward, or keep it in an attribute, or a buffer, of its own"
 )
 FIRST_CALL = ". If it does so at the first call only, run loss_fn once before the capture"
-
-
-def _is_size(value: Any) -> bool:
-    """Whether a value is the size of a tensor, of which pytree would make a tuple."""
-    return isinstance(value, torch.Size)
 
 
 def _shape(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -266,10 +302,6 @@ def _shape(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
     return {name: value for name, value in vars(tensor).items() if name[0] != "_"}
-
-
-def _with_names(container: Any, names: Iterator[str]) -> Any:
-    return pytree.tree_map(lambda each: Computed(next(names)) if isinstance(each, COMPUTED) else each, container)
 
 
 def _refuse_subclass(fqn: str, value: Any) -> None:
@@ -303,13 +335,13 @@ def _containers(model: nn.Module) -> dict[str, Any]:
     return {
         fqn: value
         for fqn, _, value in _attributes_of(model)
-        if not isinstance(value, COMPUTED) and any(isinstance(each, COMPUTED) for each in _leaves(value))
+        if not isinstance(value, COMPUTED) and any(isinstance(each, COMPUTED) for each in walk(value).values())
     }
 
 
 def _parts_of(fqn: str, container: Any) -> dict[str, Any]:
     """Returns what is computed of that which a container holds, by name."""
-    leaves = (each for each in _leaves(container) if isinstance(each, COMPUTED))
+    leaves = (each for each in walk(container).values() if isinstance(each, COMPUTED))
     return {f"{fqn}[{index}]": each for index, each in enumerate(leaves)}
 
 
@@ -319,14 +351,3 @@ def _attributes_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
         for name, value in vars(module).items():
             if name not in _MODULE_STATE:
                 yield f"{fqn}.{name}".lstrip("."), module, value
-
-
-def _leaves(value: Any) -> list[Any]:
-    seen: dict[int, Any] = {}  # a list may hold itself
-
-    def is_leaf(each: Any) -> bool:
-        is_seen = id(each) in seen
-        seen[id(each)] = each
-        return is_seen
-
-    return pytree.tree_leaves(value, is_leaf=is_leaf)

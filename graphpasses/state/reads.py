@@ -6,7 +6,7 @@ import gc
 import inspect
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from types import CodeType, FrameType, FunctionType, MemberDescriptorType, ModuleType
@@ -20,9 +20,11 @@ from graphpasses.errors import CaptureError
 from graphpasses.identity import walk_modules
 from graphpasses.state.calls import calls_watched, stored_names
 from graphpasses.state.keys import MISSING, Key, attributes_of, key_of
+from graphpasses.state.left_tensors import IN_CONTAINER, Left
 from graphpasses.state.origin import is_torchs, is_users, is_users_code, users_modules
 from graphpasses.state.outside import Outside, refuse_iterator
-from graphpasses.state.slots import Difference, Owner, Slot, read
+from graphpasses.state.patterns import pattern_of
+from graphpasses.state.slots import Difference, Owner, Slot, can_write, read
 
 # What every module has of torch's own: parameters, hooks; not its mode, which forward may change.
 _MODULE_STATE = frozenset(vars(nn.Module())) - {"training"}
@@ -86,26 +88,41 @@ class Reads:
             self._find_caches()
             for owner in self.names:
                 if (found := owner.difference(strict=True)) is not None:
-                    is_module = isinstance(owner.value, nn.Module)
-                    instead = (
-                        f"name its module, a {type(owner.value).__name__}, in capture_train_step(..., others=(...,))"
-                        if is_module
-                        else "keep it in a buffer, or an attribute, of the model"
-                    )
-                    raise CaptureError(
-                        f"{found.text()}: the code of the step changes it, and a captured step would not. Compute "
-                        f"it from the loss that the step returns, or {instead}; what a hook keeps, take out again "
-                        "before loss_fn returns (kept.pop(name), kept.clear()); if it is set at the first call only, "
-                        "run loss_fn once before the capture"
-                    )
-        except Exception:
-            for owner in self.names:
-                owner.restore()
-            raise
+                    raise CaptureError(_refusal(owner, found))
         finally:
-            for owner in self.attributes:
-                if not isinstance(owner.value, nn.Module):
-                    owner.restore()
+            for owner in self._outside_modules():
+                owner.restore()
+
+    def _outside_modules(self) -> list[Owner]:
+        return [*self.names, *(each for each in self.attributes if not isinstance(each.value, nn.Module))]
+
+    def left(self, known: Collection[int]) -> tuple[Left, dict[str, Any]]:
+        """Returns what the step leaves in what is no module of the model, and what it computed of that, by name;
+        ``known`` are ids of tensors that it did not compute.
+        """
+        left, computed, of_model = Left(), dict[str, Any](), self._outside.of_model
+        for owner in (*self.names, *self.attributes):
+            in_model = id(owner.value) in of_model
+            is_module = in_model and isinstance(owner.value, nn.Module)
+            for slot in owner.slots.values():
+                value = read(owner.value, slot.name)
+                # What a module has else than containers, is looked at elsewhere.
+                is_asked = value is slot.value and not key_of(value).is_plain if is_module else value is not MISSING
+                difference = slot.difference(value, strict=True) if is_asked else None
+                if difference is None and slot.left is MISSING:
+                    continue
+                path = slot.path if is_module else f"{slot.path} (outside)"
+                while path in left.places:  # closures of one ``def`` have the same names
+                    path += "'"
+                found = pattern_of(path, value, slot.value, slot.items, known)
+                if found is not None and (value is slot.value or can_write(owner.value, slot.name)):
+                    left.places[path], left.values[path] = (owner, slot), found[0]
+                    computed |= found[1]
+                    if difference is not None:
+                        left.refusals[path] = IN_CONTAINER.format(path) if is_module else _refusal(owner, difference)
+                elif in_model and difference is not None:
+                    raise CaptureError(IN_CONTAINER.format(path) if is_module else _refusal(owner, difference))
+        return left, computed
 
     def _find_caches(self) -> None:
         """Notes which names reach what the code that ran gives items."""
@@ -217,7 +234,7 @@ class Reads:
 
         def set_(this: Any, name: str, value: Any) -> None:
             if id(this) in self._watched and name not in self._watched[id(this)].slots:
-                if id(this) in self._outside.of_model:
+                if id(this) in self._outside.of_model and isinstance(this, nn.Module):
                     self._ignored.add((id(this), name))
                 elif not isinstance(inspect.getattr_static(type(this), name, None), property):
                     getattr(this, name, None)
@@ -285,6 +302,20 @@ class Reads:
             is_own = name == "forward" and not of_model
             return isinstance(static, FunctionType) and (is_own or is_users(static))
         return key_of(value).is_plain
+
+
+def _refusal(owner: Owner, found: Difference) -> str:
+    is_module = isinstance(owner.value, nn.Module)
+    instead = (
+        f"name its module, a {type(owner.value).__name__}, in capture_train_step(..., others=(...,))"
+        if is_module
+        else "keep it in a buffer, or an attribute, of the model"
+    )
+    return (
+        f"{found.text()}: the code of the step changes it, and a captured step would not. Compute it from the loss "
+        f"that the step returns, or {instead}; what a hook keeps, take out again before loss_fn returns "
+        "(kept.pop(name), kept.clear()); if it is set at the first call only, run loss_fn once before the capture"
+    )
 
 
 def _read(reads: Any, this: Any, name: str) -> Any:

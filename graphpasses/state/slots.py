@@ -7,19 +7,22 @@ model, or a function that tells a setting. :data:`_KINDS` says how each kind is 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import CellType, MethodType
 from typing import Any, NamedTuple
 
 from graphpasses.errors import CaptureError
-from graphpasses.identity import RESTORED, put_back
+from graphpasses.identity import containers_with_copies, put_back
 from graphpasses.state import keys
 from graphpasses.state.keys import CONTAINERS, MISSING, Key, Pairs, key_of
+from graphpasses.state.patterns import fits
 
 AGAIN = "capture the step again, or undo the change"
 
@@ -120,6 +123,12 @@ def write(owner: Any, name: Any, value: Any) -> None:
     _row_of(type(owner))[2](owner, name, value)  # type: ignore[arg-type]
 
 
+def can_write(owner: Any, name: Any) -> bool:
+    """Whether an owner takes another value under a name."""
+    is_computed = isinstance(inspect.getattr_static(type(owner), str(name), None), property)
+    return not is_computed and _row_of(type(owner))[2] is not _stays  # type: ignore[arg-type]
+
+
 @functools.cache
 def _row_of(kind: type) -> _Row:
     return next(row for row in _KINDS if issubclass(kind, row[0]))
@@ -136,14 +145,21 @@ class Slot:
     opened: Owner | None = None  # the value's own slots, where it counts by these, and not by identity
     # Of values with which the step is the same, as of a flag that forward sets once.
     others: tuple[Key, ...] = ()
+    left: Any = MISSING  # the pattern of what a step leaves there, which the next does not read
     is_cache: bool = False  # whether new objects in a dict may be for somebody else: the step's code gives it some
     is_fixed: bool = False  # whether the value cannot become another and stay the same object
-    _copy: Any = None
+    copies: list[tuple[Any, Any]] = field(
+        default_factory=list
+    )  # of the containers in it, whose items can be put back
 
     def __post_init__(self) -> None:
         self.is_fixed = not keys.changes_in_place(self.value)
-        if (items := _items_of(self.value)) is not None:
-            self._copy = items.copy()
+        self.copies = containers_with_copies(_opened(self.value))
+
+    @property
+    def items(self) -> Any:
+        """A copy of the items that the value had; None where it is no container, or one of the user's class."""
+        return self.copies[0][1] if self.copies and self.copies[0][0] is _opened(self.value) else None
 
     def difference(
         self, now: Any, *, strict: bool = False, alike: Pairs | None = None, inside: tuple[Owner, ...] = ()
@@ -154,9 +170,9 @@ class Slot:
         opened = self.opened if type(now) is type(self.value) else None
         if opened is None or isinstance(self.value, CONTAINERS):
             key = key_of(now)
-            is_known = key == self.key or key in self.others
+            is_known = key == self.key or key in self.others or (self.left is not MISSING and fits(now, self.left))
             if not is_known and alike is not None and not self.key.is_plain:  # what that was stands in the key alone
-                is_known = keys.are_alike(self.value if self._copy is None else self._copy, now, alike)
+                is_known = keys.are_alike(self.value if self.items is None else self.items, now, alike)
             counts_new = strict or not self.is_cache
             part = None if is_known else keys.narrowed(self.path, self.key, key, new_objects=counts_new)
             if part is not None:
@@ -171,13 +187,13 @@ class Slot:
             isinstance(now, MethodType) and key_of(now) == self.key
         ):
             write(owner, self.name, self.value)
-        if self._copy is not None:
-            put_back(_items_of(self.value), self._copy)
+        for container, items in self.copies:
+            put_back(container, items)
 
 
-def _items_of(value: Any) -> Any:
-    """Returns what has the items of a value that can be put back: itself, or an object's of torch attributes."""
-    return value if type(value) in RESTORED else keys.torch_state(value)
+def _opened(value: Any) -> Any:
+    """Returns what has the items of a value: itself, or an object's of torch attributes."""
+    return value if (state := keys.torch_state(value)) is None else state
 
 
 @dataclass(eq=False, slots=True)
@@ -219,7 +235,7 @@ class Owner:
         owner = known[id(value)] = Owner(value, self.path)
         for slot in self.slots.values():
             other = owner.add(slot.name, slot.path)
-            other.others, other.is_cache = (slot.key, *slot.others), slot.is_cache
+            other.others, other.is_cache, other.left = (slot.key, *slot.others), slot.is_cache, slot.left
             if slot.opened is not None and type(other.value) is type(slot.value):
                 other.opened = slot.opened.of(other.value, known)
         return owner
@@ -227,3 +243,32 @@ class Owner:
     def restore(self) -> None:
         for slot in self.slots.values():
             slot.restore(self.value)
+
+
+@contextmanager
+def values_restored(owners: Iterable[Owner]) -> Iterator[Held]:
+    """Puts back what owners have under their names."""
+    held = Held(owners)
+    try:
+        yield held
+    finally:
+        held.put_back()
+
+
+class Held:
+    """What owners have under their names now, to tell what changes."""
+
+    def __init__(self, owners: Iterable[Owner]) -> None:
+        every = (
+            (owner.value, slot, read(owner.value, slot.name)) for owner in owners for slot in owner.slots.values()
+        )
+        self._held = [(owner, Slot(slot.path, slot.name, value, key_of(value))) for owner, slot, value in every]
+
+    def changed(self) -> dict[str, Any]:
+        """Returns what is another value than it was, by path."""
+        values = ((slot, read(owner, slot.name)) for owner, slot in self._held)
+        return {slot.path: value for slot, value in values if key_of(value) != slot.key}
+
+    def put_back(self) -> None:
+        for owner, slot in self._held:
+            slot.restore(owner)

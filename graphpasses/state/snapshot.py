@@ -57,6 +57,12 @@ class Snapshot:
         of_held = {fqn: tensor for fqn, tensor in tensors.items() if fqn in held}
         return cls(structure, settings_of(model), tuple(attributes), tuple(names), held=of_held)
 
+    @property
+    def outside_model(self) -> list[Owner]:
+        """What is no module of the model, of which the step read something."""
+        modules = {*map(id, self.structure.modules)}
+        return [*self.names, *(owner for owner in self.attributes if id(owner.value) not in modules)]
+
     def with_tensors(self, tensors: Iterable[torch.Tensor]) -> Snapshot:
         """Returns it with what the graph has built in of tensors from outside, which it keeps."""
         return replace(self, tensors=tuple(map(_tensor_owner, tensors)))

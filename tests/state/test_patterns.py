@@ -1,0 +1,214 @@
+"""What a step leaves in values that were there: it does so at each call, unless the next would read it."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from graphpasses import capture_train_step, default_pipeline
+from graphpasses.errors import CaptureError
+from graphpasses.fsdp import BucketPlan
+from graphpasses.identity import same_bits
+from graphpasses.state.keys import CONTAINERS
+from graphpasses.state.patterns import fits, pattern_of, walk
+
+X = torch.arange(24.0).view(6, 4) / 24
+
+
+class State:
+    """An object that a module holds, or that stands outside."""
+
+    def __init__(self) -> None:
+        self.last: Any = None
+
+
+class Twin(NamedTuple):
+    """A model, what keeps something of its steps, and the loss."""
+
+    model: nn.Module
+    kept: Any
+    loss_fn: Callable[[nn.Module, torch.Tensor], torch.Tensor]
+
+
+class Keeping(nn.Linear):
+    def __init__(self, keep: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__(4, 4)
+        self.keep, self.kept, self.state = keep, {"v": 0.0}, State()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        self.keep(self, out)
+        return out
+
+
+def loss_of_model(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def by_hook(keep: Callable[[Any, torch.Tensor], Any], kept: Any) -> Twin:
+    model = nn.Linear(4, 4)
+    model.register_forward_hook(lambda module, args, out: keep(kept, out))
+    return Twin(model, kept, loss_of_model)
+
+
+def in_loss(keep: Callable[[Any, torch.Tensor], Any], kept: Any) -> Twin:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = loss_of_model(model, x)
+        keep(kept, loss)
+        return loss
+
+    return Twin(nn.Linear(4, 4), kept, loss_fn)
+
+
+def in_module(keep: Callable[[Any, torch.Tensor], Any], name: str) -> Twin:
+    model = Keeping(keep)
+    return Twin(model, getattr(model, name), loss_of_model)
+
+
+def in_cell() -> Twin:
+    last: Any = None
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        nonlocal last
+        last = loss_of_model(model, x)
+        return last
+
+    return Twin(nn.Linear(4, 4), lambda: last, loss_fn)
+
+
+def reset_and_counted(kept: list[Any], out: torch.Tensor) -> None:
+    kept.clear()
+    kept.extend([out, len(kept), {"mean": out.mean().item()}])
+
+
+def integrated(module: Any, out: torch.Tensor) -> None:
+    """As a spiking neuron, which begins anew in each step."""
+    module.kept["v"] = 0.0
+    for _ in range(3):
+        module.kept["v"] = 0.5 * module.kept["v"] + out
+
+
+def counted(module: Any, out: torch.Tensor) -> None:
+    module.state.last = (module.state.last or 0) + 1
+
+
+FOLLOWED: dict[str, Callable[[], Twin]] = {
+    "dict of a hook": lambda: by_hook(lambda kept, out: kept.update(out=out), {}),
+    "dict of a hook, filled": lambda: by_hook(lambda kept, out: kept.update(out=out), {"out": torch.ones(2)}),
+    "object of a hook": lambda: by_hook(lambda kept, out: setattr(kept, "last", out), State()),
+    "list": lambda: by_hook(reset_and_counted, []),
+    "queue": lambda: by_hook(lambda kept, out: kept.append(out), deque([1.0], maxlen=1)),
+    "default dict": lambda: in_loss(lambda kept, loss: kept.update(loss=loss), defaultdict(list)),
+    "number": lambda: in_loss(lambda kept, loss: kept.update(loss=loss.item()), {"loss": 0.0}),
+    "cell": in_cell,
+    "dict of a module": lambda: in_module(lambda module, out: module.kept.update(v=out), "kept"),
+    "dict that is reset": lambda: in_module(integrated, "kept"),
+    "object of a module": lambda: in_module(lambda module, out: setattr(module.state, "last", out), "state"),
+    "flag of an object": lambda: in_module(lambda module, out: setattr(module.state, "last", "ran"), "state"),
+}
+
+
+def values_of(kept: Any) -> list[Any]:
+    """Returns what is kept; tensors by their bits."""
+    kept = kept() if callable(kept) else vars(kept) if isinstance(kept, State) else kept
+    leaves = [each for each in walk(kept).values() if not isinstance(each, CONTAINERS)]
+    return [each.tolist() if isinstance(each, torch.Tensor) else each for each in leaves]
+
+
+@pytest.mark.parametrize("rewritten", [False, True])
+@pytest.mark.parametrize("build", FOLLOWED.values(), ids=FOLLOWED)
+def test_a_step_leaves_what_eager_leaves(build: Callable[[], Twin], rewritten: bool) -> None:
+    torch.manual_seed(0)
+    ours, theirs = build(), build()
+    theirs.model.load_state_dict(ours.model.state_dict())
+    before = values_of(ours.kept)
+    step = capture_train_step(ours.loss_fn, ours.model, X)
+    step = default_pipeline(BucketPlan.from_modules([])).run(step) if rewritten else step
+    step.check(2 * X)
+    assert values_of(ours.kept) == before
+    found = []
+    for scale in (1.0, 2.0, 3.0):
+        loss, expected = step(scale * X), theirs.loss_fn(theirs.model, scale * X)
+        assert same_bits(loss, expected)
+        found.append(str(values_of(ours.kept)))
+        assert found[-1] == str(values_of(theirs.kept))
+    assert found[0] != found[1] or "ran" in found[0]
+
+
+REFUSED: dict[str, Callable[[], Twin]] = {
+    "grows": lambda: by_hook(lambda kept, out: kept.append(out), []),
+    "reads": lambda: in_loss(
+        lambda kept, loss: kept.update(mean=0.9 * kept["mean"] + 0.1 * loss.item()), {"mean": 0.0}
+    ),
+    "asks for the last": lambda: by_hook(
+        lambda kept, out: kept.update(out=out if kept["out"] is None else kept["out"] + out), {"out": None}
+    ),
+    "asks if there is one": lambda: by_hook(
+        lambda kept, out: kept.update(out=out if kept["out"] is None else 2 * out), {"out": None}
+    ),
+    "counts": lambda: in_module(
+        lambda module, out: setattr(module.state, "last", (module.state.last or 0) + 1), "state"
+    ),
+    "another object": lambda: in_module(lambda module, out: setattr(module.state, "last", State()), "state"),
+    "a weight": lambda: in_module(lambda module, out: module.kept.update(v=module.weight), "kept"),
+    "a module": lambda: in_module(lambda module, out: module.kept.update(v=nn.ReLU()), "kept"),
+    "a list in a list": lambda: by_hook(lambda kept, out: kept[0].__setitem__(0, out), [[0]]),
+}
+
+
+@pytest.mark.parametrize("build", REFUSED.values(), ids=REFUSED)
+def test_what_a_step_would_leave_otherwise(build: Callable[[], Twin]) -> None:
+    twin = build()
+    before = values_of(twin.kept)
+    with pytest.raises(
+        CaptureError, match=r"the code of the step changes it|in the attribute 'kept', in a container"
+    ):
+        capture_train_step(twin.loss_fn, twin.model, X)
+    assert values_of(twin.kept) == before
+
+
+def test_what_was_there_when_a_step_was_captured() -> None:
+    """The step may run on that, and on what it left; not on something else."""
+    kept: dict[str, Any] = {}
+    twin = by_hook(lambda kept, out: kept.update(out=out), kept)
+    step = capture_train_step(twin.loss_fn, twin.model, X)
+    for change in (lambda: None, kept.clear):
+        change()
+        step(X)
+        assert same_bits(kept["out"], twin.model(X))
+    kept["more"] = 1
+    with pytest.raises(CaptureError, match=r"^\"kept\['more'\]\" was absent when the step was captured, and"):
+        step(X)
+
+
+def test_a_decision_that_what_was_left_takes_away() -> None:
+    kept: dict[str, Any] = {}
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = loss_of_model(model, x)
+        if not kept and x.sum() > 0:
+            kept["first"] = True
+        return loss
+
+    with pytest.raises(CaptureError, match="the code of the step changes it"):
+        capture_train_step(loss_fn, nn.Linear(4, 4), X)
+
+
+def test_patterns() -> None:
+    one, other = torch.ones(1), torch.zeros(2)
+    kept: dict[str, Any] = {"a": other, "n": 1}
+    found = pattern_of("kept", kept, kept, {"a": one})
+    assert found is not None
+    pattern, parts = found
+    assert parts == {"kept[0]": other}
+    assert fits({"a": one, "n": 1}, pattern)
+    assert not fits({"a": one, "n": True}, pattern)
+    assert not fits({"a": 1.0, "n": 1}, pattern)
+    assert not fits({"a": one}, pattern)
+    assert pattern_of("kept", kept, kept, {"b": other}) is None
+    assert pattern_of("kept", one, one) is None
