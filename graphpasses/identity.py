@@ -368,9 +368,14 @@ def containers_with_copies(value: Any) -> list[tuple[Any, Any]]:
 
 def put_back(value: Any, items: Any) -> None:
     """Gives a list, deque, dict or set the items that a copy of it has, if it has others."""
-    if _ids(value) != _ids(items):
+    if has_other_items(value, items):
         value.clear()
         value.extend(items) if isinstance(value, (list, deque)) else value.update(items)
+
+
+def has_other_items(value: Any, items: Any) -> bool:
+    """Whether a list, deque, dict or set has other objects than a copy of it."""
+    return _ids(value) != _ids(items)
 
 
 def _ids(value: Any) -> list[int]:

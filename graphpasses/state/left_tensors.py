@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,17 +13,16 @@ import torch
 from torch import nn
 from torch.types import py_sym_types
 
-from graphpasses._torch import pytree
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_parameters import named_sharded_parameters
 from graphpasses._torch.schemas import is_tensor_subclass
 from graphpasses._torch.storage import memories
 from graphpasses.errors import CaptureError
-from graphpasses.identity import RESTORED, attributes_restored, put_back
+from graphpasses.identity import RESTORED, attributes_restored
 from graphpasses.state.counted import CountedError, is_number
 from graphpasses.state.keys import CONTAINERS, MISSING, key_of
 from graphpasses.state.model import is_trained, with_gradients
-from graphpasses.state.patterns import COMPUTED, Computed, Same, fits, is_size, pattern_of, stand_ins, walk, was_read
+from graphpasses.state.patterns import COMPUTED, Same, filled, misfit, pattern_of, stand_ins, walk, was_read
 from graphpasses.state.slots import Owner, Slot, read, write
 
 
@@ -71,33 +69,25 @@ class Left:
         values: patterns, by FQN of an attribute, or by the path of a place.
         places: by path, names of what is no module of the model, and containers that stay the same.
         refusals: why each is refused where the next step reads it, or leaves something else.
+        also: other names of what these have, with patterns.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[str, tuple[Owner, Slot]] = field(default_factory=dict)
     refusals: dict[str, str] = field(default_factory=dict)
+    also: list[tuple[Slot, Any]] = field(default_factory=list)
 
     def leave(self, model: nn.Module, computed: Mapping[str, Any]) -> None:
         """Gives modules of a model, and the places, what a step computed, and Python values."""
         alone = dict(computed)
-
-        def part(each: Any) -> Any:
-            return alone.pop(each.name) if isinstance(each, Computed) else copy.deepcopy(each)
-
-        def made_of(pattern: Any) -> Any:  # new lists, which others may change
-            if isinstance(pattern, Same):
-                return Same(made_of(pattern.items))
-            return pytree.tree_map(part, pattern, is_leaf=is_size)
-
-        made = {path: made_of(pattern) for path, pattern in self.values.items()}
+        places = {path: self._place(model, path) for path in self.values}
+        made = {path: filled(self.values[path], read(*place), alone) for path, place in places.items()}
         for path, value in (made | alone).items():
-            owner, name = self._place(model, path)
+            owner, name = places[path] if path in places else self._place(model, path)
             before = read(owner, name)
             if isinstance(before, nn.Parameter) and path not in self.places:
                 value = nn.Parameter(value, requires_grad=before.requires_grad)
-            if isinstance(value, Same):
-                put_back(before, value.items)
-            elif before is not value:
+            if before is not value:
                 write(owner, name, value)
 
     def _place(self, model: nn.Module, path: str) -> tuple[Any, str]:
@@ -123,8 +113,8 @@ class Left:
 
     def mark(self) -> None:
         """Lets the places have what a step leaves there."""
-        for path, (_, slot) in self.places.items():
-            slot.left = self.values[path]
+        for slot, pattern in (*((slot, self.values[path]) for path, (_, slot) in self.places.items()), *self.also):
+            slot.left = pattern
 
     def give_stand_ins(self, model: nn.Module) -> Callable[[], str | None]:
         """Leaves, for what a step computes, what raises when it is read; returns what tells where one was."""
@@ -136,7 +126,7 @@ class Left:
     def difference(self, other: Left, *, is_same: bool) -> str | None:
         """Returns a place that another step gives something else; any, unless that ``is_same`` else; or None."""
         pairs = ((path, *(each.values.get(path, MISSING) for each in (self, other))) for path in self.places)
-        return next((path for path, one, another in pairs if not (is_same and fits(another, one))), None)
+        return next((path for path, one, another in pairs if not is_same or misfit(another, one)), None)
 
 
 @contextmanager
@@ -264,6 +254,12 @@ class LeftTensors:
         for fqn, value in values.items():
             if value is self._attributes.get(fqn) and isinstance(value, RESTORED):
                 values[fqn] = Same(value.copy())
+            elif isinstance(value, CONTAINERS) and (found := pattern_of(fqn, value)) is not None:
+                owner, _, name = fqn.rpartition(".")
+                if found[1] and has_read(self._model.get_submodule(owner), name):  # a size that varies
+                    raise CaptureError(read_before(fqn))
+                values[fqn], sizes = found
+                left |= sizes
         known = {*map(id, self._model.parameters()), *(id(each) for fqn, each in own.items() if fqn not in left)}
         for fqn, module, value in _attributes_of(self._model):
             before, key = self._containers.get(fqn, (None, None))
@@ -277,7 +273,7 @@ class LeftTensors:
                 continue
             if is_read:
                 raise CaptureError(read_before(fqn))
-            if value is before or (found := pattern_of(fqn, value, before, known=known)) is None:
+            if value is before or (found := pattern_of(fqn, value, known=known)) is None:
                 raise CaptureError(IN_CONTAINER.format(fqn))
             for part, each in found[1].items():
                 _refuse_subclass(part, each)

@@ -228,13 +228,18 @@ class Outside:
                 raise CaptureError(drawn(repr(path)))
 
     def finish(self) -> None:
-        """Asks modules of libraries, and adds the attributes that functions and classes did not have before."""
-        for path, value, before in [*self._asked]:
+        """Asks modules of libraries, and adds new attributes."""
+        for path, value, _ in [*self._asked]:
             if isinstance(value, ModuleType):
                 self._ask(path, value, self._names)
+        self.add_new_names()
+
+    def add_new_names(self) -> None:
+        """Adds the attributes that functions and classes did not have before."""
+        for path, value, before in [*self._asked]:
             for name in vars(value).keys() - before if _may_get(value) else ():
-                if name[:2] != "__":
-                    self.owner(value).add(name, f"{path}.{name}", value=MISSING)
+                if name[:2] != "__" and name not in (owner := self.owner(value)).slots:
+                    owner.add(name, f"{path}.{name}", value=MISSING)
 
 
 def drawn(generator: str) -> str:

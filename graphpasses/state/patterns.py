@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, MutableMapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -13,8 +15,8 @@ from torch.types import py_sym_types
 
 from graphpasses._torch import pytree
 from graphpasses.errors import CaptureError
-from graphpasses.identity import RESTORED
-from graphpasses.state.keys import CONTAINERS, key_of
+from graphpasses.identity import put_back
+from graphpasses.state.keys import MISSING, Key, key_of
 
 COMPUTED = (torch.Tensor, *py_sym_types)
 """What a step computes: a number that it reads of a tensor, as by ``.item()``, is symbolic while it is traced."""
@@ -31,57 +33,145 @@ class Computed:
 
 @dataclass(frozen=True)
 class Same:
-    """Stands for a list, dict or set that stays the same object, and gets these items."""
+    """Stands in a pattern for a list, dict or set that stays the same object, and gets these items."""
 
     items: Any
 
 
+@dataclass(frozen=True)
+class SizeOf:
+    """Stands in a pattern for a tensor's size, some dims of which may vary."""
+
+    dims: tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """Stands in a pattern for a tensor that was there, and stays."""
+
+    tensor: torch.Tensor
+
+
+class _NoPatternError(Exception):
+    """A value holds what no step leaves."""
+
+
 def pattern_of(
-    path: str, value: Any, before: Any, items: Any = None, known: Collection[int] = ()
+    path: str, value: Any, copies: Iterable[tuple[Any, Any]] = (), known: Collection[int] = ()
 ) -> tuple[Any, dict[str, Any]] | None:
     """Returns the pattern of what stands somewhere after a step, and what the step computed of it, by name.
 
-    None if it holds something else than that and Python values, or a list or tensor that was there before. ``before``
-    is what stood there, ``items`` a copy of what that held, and ``known`` ids of tensors that the step did not make.
+    None if it holds something else than that, Python values, and tensors that were there before. ``copies`` are the
+    containers that were there, with copies, and ``known`` ids of tensors of the model.
     """
-    is_same = value is before
-    old = {*known, *walk(before if items is None else items)} - ({id(value)} if is_same else set())
-    for each in walk(value).values():
-        is_computed = isinstance(each, COMPUTED) and not isinstance(each, (nn.Parameter, *_OLD))
-        is_opened = isinstance(each, CONTAINERS) and not pytree.tree_is_leaf(each)
-        is_plain = not is_computed and not is_opened and key_of(each).is_plain
-        if not (is_plain or ((is_computed or is_opened) and id(each) not in old)):
-            return None
-    if is_same and type(value) not in RESTORED:
+    old = {id(container) for container, _ in copies}
+    kept = {id(each) for _, items in copies for each in (items.values() if isinstance(items, dict) else items)}
+    known, parts = {*known}, dict[str, Any]()
+
+    def pattern(each: Any, inside: tuple[int, ...]) -> Any:
+        if isinstance(each, COMPUTED):
+            if id(each) in known or isinstance(each, (nn.Parameter, *_OLD)):
+                raise _NoPatternError
+            if id(each) in kept and isinstance(each, torch.Tensor):
+                return Kept(each)
+            name = f"{path}[{len(parts)}]" if inside else path
+            parts[name] = each
+            return Computed(name, _NUMBERS.get(type(each), torch.Tensor))
+        if isinstance(each, torch.Size):
+            return SizeOf(tuple(pattern(dim, (*inside, 0)) for dim in each))
+        opened = _open(each)
+        if id(each) in inside or (opened is None and not key_of(each).is_plain):
+            raise _NoPatternError
+        inside = (*inside, id(each))
+        made = copy.copy(each) if opened is None else opened.made_of([pattern(e, inside) for e in opened.items])
+        return Same(made) if id(each) in old else made
+
+    try:
+        return pattern(value, ()), parts
+    except _NoPatternError:
         return None
-    parts: dict[str, Any] = {}
-
-    def part(leaf: Any) -> Any:
-        if not isinstance(leaf, COMPUTED):
-            return leaf
-        name = path if leaf is value else f"{path}[{len(parts)}]"
-        parts[name] = leaf
-        return Computed(name, _NUMBERS.get(type(leaf), torch.Tensor))
-
-    pattern = pytree.tree_map(part, value, is_leaf=is_size)
-    return (Same(pattern) if is_same else pattern), parts
 
 
-def fits(value: Any, pattern: Any) -> bool:
-    """Whether a value is one that a step leaves by a pattern, or another pattern that leaves the same."""
+def misfit(value: Any, pattern: Any, path: str = "") -> tuple[str, Key, Key] | None:
+    """Returns the first part of a value that no step leaves by a pattern, what that leaves there, and what is there.
+
+    None if it fits. The value may be another pattern, which is to leave the same.
+    """
     value, pattern = (each.items if isinstance(each, Same) else each for each in (value, pattern))
-    leaves, structure = pytree.tree_flatten(value, is_leaf=is_size)
-    others, other_structure = pytree.tree_flatten(pattern, is_leaf=is_size)
-    return structure == other_structure and all(map(_fits, leaves, others))
+    if isinstance(pattern, SizeOf):
+        dims = value.dims if isinstance(value, SizeOf) else value if isinstance(value, torch.Size) else ()
+        return misfit(tuple(dims), pattern.dims, path)
+    if isinstance(pattern, Kept):
+        fits = pattern.tensor is (value.tensor if isinstance(value, Kept) else value)
+    elif isinstance(pattern, Computed):
+        kind = _NUMBERS.get(type(value), type(value))
+        is_kind = isinstance(value, torch.Tensor) if pattern.kind is torch.Tensor else kind is pattern.kind
+        fits = value == pattern if isinstance(value, Computed) else is_kind
+    elif (ours := _open(value)) is not None and (theirs := _open(pattern)) is not None:
+        is_like = ours.structure == theirs.structure
+        parts, others = (dict(zip(each.keys, each.items, strict=True)) for each in (ours, theirs))
+        for key in {**others, **parts}:
+            found = misfit(parts.get(key, MISSING), others.get(key, MISSING), path + key)
+            if found is not None:
+                return found
+        fits = is_like
+    else:
+        fits = key_of(value) == key_of(pattern)
+    return None if fits else (path, _key_of(pattern), key_of(value))
 
 
-def _fits(leaf: Any, part: Any) -> bool:
-    if not isinstance(part, Computed):
-        return key_of(leaf) == key_of(part)
-    if isinstance(leaf, Computed):
-        return leaf == part
-    kind = _NUMBERS.get(type(leaf), type(leaf))
-    return isinstance(leaf, torch.Tensor) if part.kind is torch.Tensor else kind is part.kind
+def _key_of(pattern: Any) -> Key:
+    if isinstance(pattern, Computed):
+        return Key(object, (), "a tensor" if pattern.kind is torch.Tensor else f"a number ({pattern.kind.__name__})")
+    return key_of(pattern.tensor if isinstance(pattern, Kept) else pattern)
+
+
+def filled(pattern: Any, current: Any, computed: MutableMapping[str, Any]) -> Any:
+    """Returns a pattern's value, with what a step computed, of which each is taken; ``current`` is what stands there,
+    and stays where it is to.
+    """
+    if isinstance(pattern, Computed):
+        return computed.pop(pattern.name)
+    if isinstance(pattern, SizeOf):
+        return torch.Size([filled(dim, None, computed) for dim in pattern.dims])
+    if isinstance(pattern, Kept):
+        return pattern.tensor
+    items = pattern.items if isinstance(pattern, Same) else pattern
+    opened, now = _open(items), _open(current)
+    if opened is None:
+        value = copy.deepcopy(items)
+    else:
+        known = dict(zip(now.keys, now.items, strict=True)) if now is not None else {}
+        parts = zip(opened.keys, opened.items, strict=True)
+        made = [filled(part, known.get(key), computed) for key, part in parts]
+        if isinstance(current, tuple) and [*map(id, made)] == [*map(id, now.items if now else ())]:
+            return current
+        value = opened.made_of(made)
+    if not isinstance(pattern, Same):
+        return value
+    put_back(current, value)
+    return current
+
+
+class _Opened(NamedTuple):
+    """A container of pytree's."""
+
+    keys: list[str]
+    items: list[Any]
+    structure: pytree.TreeSpec
+
+    def made_of(self, items: list[Any]) -> Any:
+        return pytree.tree_unflatten(items, self.structure)
+
+
+def _open(value: Any) -> _Opened | None:
+    """Returns what a container holds; None of what is none, of one in itself, and of a tensor's size, of which pytree
+    makes a tuple.
+    """
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, deque)) else ()
+    is_closed = isinstance(value, torch.Size) or any(each is value for each in items)
+    found = None if is_closed else pytree.open_container(value)
+    return None if found is None else _Opened([*found[0]], [*found[0].values()], found[1])
 
 
 def walk(value: Any) -> dict[int, Any]:
@@ -95,11 +185,6 @@ def walk(value: Any) -> dict[int, Any]:
 
     pytree.tree_leaves(value, is_leaf=is_leaf)
     return seen
-
-
-def is_size(value: Any) -> bool:
-    """Whether a value is the size of a tensor, of which pytree would make a tuple."""
-    return isinstance(value, torch.Size)
 
 
 # ---- stand-ins ----------------------------------------------------------------------------------------
@@ -147,6 +232,8 @@ def stand_ins(pattern: Any) -> dict[str, Any]:
 
     Of a number only Python's reads are seen, not those of C.
     """
-    items = pattern.items if isinstance(pattern, Same) else pattern
-    names = [each for each in pytree.tree_leaves(items) if isinstance(each, Computed)]
-    return {each.name: _STAND_INS[each.kind]() for each in names}
+    if isinstance(pattern, Computed):
+        return {pattern.name: _STAND_INS[pattern.kind]()}
+    items = pattern.dims if isinstance(pattern, SizeOf) else pattern.items if isinstance(pattern, Same) else pattern
+    opened = _open(items)
+    return {name: each for part in (opened.items if opened else ()) for name, each in stand_ins(part).items()}

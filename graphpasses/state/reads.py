@@ -100,28 +100,35 @@ class Reads:
         """Returns what the step leaves in what is no module of the model, and what it computed of that, by name;
         ``known`` are ids of tensors that it did not compute.
         """
-        left, computed, of_model = Left(), dict[str, Any](), self._outside.of_model
-        for owner in (*self.names, *self.attributes):
-            in_model = id(owner.value) in of_model
-            is_module = in_model and isinstance(owner.value, nn.Module)
-            for slot in owner.slots.values():
-                value = read(owner.value, slot.name)
-                # What a module has else than containers, is looked at elsewhere.
-                is_asked = value is slot.value and not key_of(value).is_plain if is_module else value is not MISSING
-                difference = slot.difference(value, strict=True) if is_asked else None
-                if difference is None and slot.left is MISSING:
+        left, computed, seen = Left(), dict[str, Any](), set[int]()
+        self._outside.add_new_names()
+        every = [(owner, slot) for owner in (*self.names, *self.attributes) for slot in owner.slots.values()]
+        every.sort(key=lambda pair: str(pair[1].name)[:2] == "__")  # an argument's name tells more than __defaults__
+        for owner, slot in every:
+            value, in_model = read(owner.value, slot.name), id(owner.value) in self._outside.of_model
+            is_module, is_same = in_model and isinstance(owner.value, nn.Module), value is slot.value
+            # What a module has else than containers is looked at elsewhere.
+            if value is MISSING or (is_module and (not is_same or key_of(value).is_plain)):
+                continue
+            difference = slot.difference(value, strict=True)
+            if difference is None and slot.left is MISSING:
+                continue
+            path = slot.path if is_module else f"{slot.path} (outside)"
+            while path in left.places:  # closures of one ``def`` have the same names
+                path += "'"
+            refusal = "" if difference is None else _refusal(owner, difference)
+            refusal = IN_CONTAINER.format(path) if is_module else refusal
+            found = pattern_of(path, value, slot.copies, known)
+            if found is not None and (is_same or can_write(owner.value, slot.name)):
+                containers = slot.changed_containers()
+                if is_same and containers <= seen:  # under another name
+                    left.also.append((slot, found[0]))
                     continue
-                path = slot.path if is_module else f"{slot.path} (outside)"
-                while path in left.places:  # closures of one ``def`` have the same names
-                    path += "'"
-                found = pattern_of(path, value, slot.value, slot.items, known)
-                if found is not None and (value is slot.value or can_write(owner.value, slot.name)):
-                    left.places[path], left.values[path] = (owner, slot), found[0]
-                    computed |= found[1]
-                    if difference is not None:
-                        left.refusals[path] = IN_CONTAINER.format(path) if is_module else _refusal(owner, difference)
-                elif in_model and difference is not None:
-                    raise CaptureError(IN_CONTAINER.format(path) if is_module else _refusal(owner, difference))
+                seen |= containers
+                left.places[path], left.values[path], left.refusals[path] = (owner, slot), found[0], refusal
+                computed |= found[1]
+            elif in_model and difference is not None:
+                raise CaptureError(refusal)
         return left, computed
 
     def _find_caches(self) -> None:

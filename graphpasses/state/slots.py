@@ -19,10 +19,10 @@ from types import CellType, MethodType
 from typing import Any, NamedTuple
 
 from graphpasses.errors import CaptureError
-from graphpasses.identity import containers_with_copies, put_back
+from graphpasses.identity import containers_with_copies, has_other_items, put_back
 from graphpasses.state import keys
 from graphpasses.state.keys import CONTAINERS, MISSING, Key, Pairs, key_of
-from graphpasses.state.patterns import fits
+from graphpasses.state.patterns import Same, misfit
 
 AGAIN = "capture the step again, or undo the change"
 
@@ -156,11 +156,6 @@ class Slot:
         self.is_fixed = not keys.changes_in_place(self.value)
         self.copies = containers_with_copies(_opened(self.value))
 
-    @property
-    def items(self) -> Any:
-        """A copy of the items that the value had; None where it is no container, or one of the user's class."""
-        return self.copies[0][1] if self.copies and self.copies[0][0] is _opened(self.value) else None
-
     def difference(
         self, now: Any, *, strict: bool = False, alike: Pairs | None = None, inside: tuple[Owner, ...] = ()
     ) -> Difference | None:
@@ -170,16 +165,28 @@ class Slot:
         opened = self.opened if type(now) is type(self.value) else None
         if opened is None or isinstance(self.value, CONTAINERS):
             key = key_of(now)
-            is_known = key == self.key or key in self.others or (self.left is not MISSING and fits(now, self.left))
+            is_known = key == self.key or key in self.others
             if not is_known and alike is not None and not self.key.is_plain:  # what that was stands in the key alone
-                is_known = keys.are_alike(self.value if self.items is None else self.items, now, alike)
-            counts_new = strict or not self.is_cache
-            part = None if is_known else keys.narrowed(self.path, self.key, key, new_objects=counts_new)
+                is_known = keys.are_alike(self._was(), now, alike)
+            part = None
+            if not is_known and (self.left is MISSING or (part := misfit(now, self.left, self.path)) is not None):
+                counts_new = strict or not self.is_cache
+                # Of a container that stays, what no step leaves there tells more than what was there.
+                if not isinstance(self.left, Same):
+                    part = keys.narrowed(self.path, self.key, key, new_objects=counts_new)
             if part is not None:
                 return Difference(*part, now is self.value and part[0] == self.path)
         if opened is None or now is self.value:  # which has a turn of its own
             return None
         return opened.difference(now, strict=strict, alike=alike, inside=inside)
+
+    def _was(self) -> Any:
+        """Returns the value, or a copy, by which a container is what it was."""
+        return next((items for container, items in self.copies if container is self.value), self.value)
+
+    def changed_containers(self) -> set[int]:
+        """Returns the ids of the containers in the value that have other items than they had."""
+        return {id(container) for container, items in self.copies if has_other_items(container, items)}
 
     def restore(self, owner: Any) -> None:
         """Gives the owner what the name was, and that the items that it had."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,9 +15,8 @@ from torch import nn
 from graphpasses import capture_train_step, default_pipeline
 from graphpasses.errors import CaptureError
 from graphpasses.fsdp import BucketPlan
-from graphpasses.identity import same_bits
-from graphpasses.state.keys import CONTAINERS
-from graphpasses.state.patterns import fits, pattern_of, walk
+from graphpasses.identity import containers_with_copies, same_bits
+from graphpasses.state.patterns import filled, misfit, pattern_of, walk
 
 X = torch.arange(24.0).view(6, 4) / 24
 
@@ -97,6 +98,13 @@ def counted(module: Any, out: torch.Tensor) -> None:
     module.state.last = (module.state.last or 0) + 1
 
 
+def by_partial() -> Twin:
+    kept: dict[str, torch.Tensor] = {}
+    model = nn.Linear(4, 4)
+    model.register_forward_hook(partial(lambda module, args, out, features: features.update(out=out), features=kept))
+    return Twin(model, kept, loss_of_model)
+
+
 FOLLOWED: dict[str, Callable[[], Twin]] = {
     "dict of a hook": lambda: by_hook(lambda kept, out: kept.update(out=out), {}),
     "dict of a hook, filled": lambda: by_hook(lambda kept, out: kept.update(out=out), {"out": torch.ones(2)}),
@@ -104,6 +112,11 @@ FOLLOWED: dict[str, Callable[[], Twin]] = {
     "list": lambda: by_hook(reset_and_counted, []),
     "queue": lambda: by_hook(lambda kept, out: kept.append(out), deque([1.0], maxlen=1)),
     "default dict": lambda: in_loss(lambda kept, loss: kept.update(loss=loss), defaultdict(list)),
+    "list in a list": lambda: by_hook(lambda kept, out: kept[0].__setitem__(0, out), [[0], 1]),
+    "beside another": lambda: by_hook(lambda kept, out: kept.update(out=out), {"mask": torch.ones(2), "out": None}),
+    "argument of a hook": by_partial,
+    "set": lambda: by_hook(lambda kept, out: kept.add("ran"), set()),
+    "new attribute": lambda: by_hook(lambda kept, out: setattr(kept, "new", out), SimpleNamespace()),
     "number": lambda: in_loss(lambda kept, loss: kept.update(loss=loss.item()), {"loss": 0.0}),
     "cell": in_cell,
     "dict of a module": lambda: in_module(lambda module, out: module.kept.update(v=out), "kept"),
@@ -115,8 +128,8 @@ FOLLOWED: dict[str, Callable[[], Twin]] = {
 
 def values_of(kept: Any) -> list[Any]:
     """Returns what is kept; tensors by their bits."""
-    kept = kept() if callable(kept) else vars(kept) if isinstance(kept, State) else kept
-    leaves = [each for each in walk(kept).values() if not isinstance(each, CONTAINERS)]
+    kept = kept() if callable(kept) else vars(kept) if isinstance(kept, (State, SimpleNamespace)) else kept
+    leaves = [each for each in walk(kept).values() if not isinstance(each, (dict, list, tuple, deque))]
     return [each.tolist() if isinstance(each, torch.Tensor) else each for each in leaves]
 
 
@@ -157,7 +170,6 @@ REFUSED: dict[str, Callable[[], Twin]] = {
     "another object": lambda: in_module(lambda module, out: setattr(module.state, "last", State()), "state"),
     "a weight": lambda: in_module(lambda module, out: module.kept.update(v=module.weight), "kept"),
     "a module": lambda: in_module(lambda module, out: module.kept.update(v=nn.ReLU()), "kept"),
-    "a list in a list": lambda: by_hook(lambda kept, out: kept[0].__setitem__(0, out), [[0]]),
 }
 
 
@@ -200,15 +212,38 @@ def test_a_decision_that_what_was_left_takes_away() -> None:
 
 
 def test_patterns() -> None:
-    one, other = torch.ones(1), torch.zeros(2)
-    kept: dict[str, Any] = {"a": other, "n": 1}
-    found = pattern_of("kept", kept, kept, {"a": one})
+    one, other, mask = torch.ones(1), torch.zeros(2), torch.ones(3)
+    kept: dict[str, Any] = {"mask": mask, "n": 1}
+    copies = containers_with_copies(kept)
+    kept["a"] = other
+    found = pattern_of("kept", kept, copies)
     assert found is not None
     pattern, parts = found
     assert parts == {"kept[0]": other}
-    assert fits({"a": one, "n": 1}, pattern)
-    assert not fits({"a": one, "n": True}, pattern)
-    assert not fits({"a": 1.0, "n": 1}, pattern)
-    assert not fits({"a": one}, pattern)
-    assert pattern_of("kept", kept, kept, {"b": other}) is None
-    assert pattern_of("kept", one, one) is None
+    assert not misfit({"mask": mask, "n": 1, "a": one}, pattern)
+    assert misfit({"mask": mask, "n": True, "a": one}, pattern)
+    assert misfit({"mask": mask, "n": 1, "a": 1.0}, pattern)
+    assert misfit({"mask": one, "n": 1, "a": one}, pattern)
+    assert misfit({"mask": mask, "n": 1}, pattern)
+    assert filled(pattern, kept, {"kept[0]": one}) is kept
+    assert kept == {"mask": mask, "n": 1, "a": one}
+    assert pattern_of("kept", kept, copies, known=[id(one)]) is None
+    kept["self"] = kept
+    assert pattern_of("kept", kept, copies) is None
+
+
+def test_a_size_that_varies() -> None:
+    kept: dict[str, Any] = {}
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        model.size, kept["shapes"] = x.shape, [x.shape, 2 * x.shape[0]]  # type: ignore[assignment]
+        return loss_of_model(model, x)
+
+    model = nn.Linear(4, 4)
+    step = capture_train_step(loss_fn, model, X, dynamic_shapes=({0: torch.export.Dim("rows", min=2, max=64)},))
+    for num_rows in (6, 3):
+        step(X[:num_rows])
+        assert (model.size, kept) == (
+            torch.Size([num_rows, 4]),
+            {"shapes": [torch.Size([num_rows, 4]), 2 * num_rows]},
+        )
