@@ -198,7 +198,8 @@ class LeftTensors:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._held = held_tensors(model)
-        self._keys = {fqn: key_of(value) for fqn, value in _held_values(model).items()}
+        # A size of an earlier trace is another one.
+        self._keys = {fqn: key_of(value) for fqn, value in _held_values(model).items() if not _varies(value)}
         self._attributes = {fqn: value for fqn, _, value in _attributes_of(model)}
         self._containers = {
             fqn: (value, key_of(value)) for fqn, value in self._attributes.items() if isinstance(value, CONTAINERS)
@@ -289,6 +290,11 @@ IN_CONTAINER = (
     "forward, or keep it in an attribute, or a buffer, of its own"
 )
 FIRST_CALL = ". If it does so at the first call only, run loss_fn once before the capture"
+
+
+def _varies(value: Any) -> bool:
+    """Whether a container, or a tensor's size, has a number that is symbolic."""
+    return isinstance(value, CONTAINERS) and any(isinstance(each, py_sym_types) for each in walk(value).values())
 
 
 def _shape(tensor: torch.Tensor) -> tuple[Any, ...]:
