@@ -175,12 +175,16 @@ def run_step(model: nn.Module, run: Callable[[], Any], outside: Iterable[Owner] 
         with tensors_kept(model, {}):
             result = run()
         buffers = {f"buffer {fqn!r}": each for fqn, each in model.named_buffers()}
-        left, values = ({f"attribute {fqn!r}": each for fqn, each in found.items()} for found in in_modules.changed())
-        for path, value in held.changed().items():
+        changed = {f"attribute {fqn!r}": each for fqn, each in in_modules.changed().items()}
+        changed |= {repr(path): each for path, each in held.changed().items()}
+        left, values = dict[str, Any](), dict[str, Any]()
+        for name, value in changed.items():
             leaves, structure = pytree.tree_flatten(value)
-            values |= {f"structure of {path!r}": str(structure)}
             for index, leaf in enumerate(leaves):
-                (left if torch.is_tensor(leaf) else values)[f"{path!r} [{index}]"] = leaf
+                each = name if leaf is value else f"{name}[{index}]"
+                (left if torch.is_tensor(leaf) else values)[each] = leaf
+            if structure.type is not None:
+                values[f"structure of {name}"] = str(structure)
         if freed := next((name for name, each in left.items() if is_freed(each)), None):
             raise CaptureError(f"forward keeps a view of a parameter in {freed}, which FSDP2 frees; keep a clone")
         returned = Returned.values_of(result)

@@ -21,7 +21,7 @@ from graphpasses.errors import CaptureError
 from graphpasses.graph import CapturedStep, OutputKind
 from graphpasses.graph.nodes import named_call, storages
 from graphpasses.identity import named_state
-from graphpasses.state.left_tensors import held_tensors, read_before
+from graphpasses.state.left_tensors import read_before, values_of
 
 StepRule = Callable[[CapturedStep, RandomCalls], str | None]
 aten = torch.ops.aten
@@ -111,8 +111,8 @@ def _outside_tensors(step: CapturedStep, _: RandomCalls) -> str | None:
         )
     left = {item.fqn for item in step.outputs if item.kind is OutputKind.LEFT}
     read = {each for value in outside for each in memories(value)}
-    for fqn, tensor in held_tensors(step.model).items():
-        if fqn in left and not read.isdisjoint(memories(tensor)):
+    for fqn, value in values_of(step.model).items():
+        if fqn in left and isinstance(value, torch.Tensor) and not read.isdisjoint(memories(value)):
             return read_before(fqn)
     for value in outside:
         if value.requires_grad:

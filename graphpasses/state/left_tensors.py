@@ -18,31 +18,25 @@ from graphpasses._torch.fsdp2_parameters import named_sharded_parameters
 from graphpasses._torch.schemas import is_tensor_subclass
 from graphpasses._torch.storage import memories
 from graphpasses.errors import CaptureError
-from graphpasses.identity import RESTORED, attributes_restored
+from graphpasses.identity import attributes_restored, find_state
 from graphpasses.state.counted import CountedError, is_number
 from graphpasses.state.keys import CONTAINERS, MISSING, key_of
 from graphpasses.state.model import is_trained, with_gradients
-from graphpasses.state.patterns import COMPUTED, Same, filled, misfit, pattern_of, stand_ins, walk, was_read
+from graphpasses.state.patterns import COMPUTED, filled, misfit, pattern_of, stand_ins, walk, was_read
 from graphpasses.state.slots import Owner, Slot, read, write
 
 
-def held_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns what :class:`LeftTensors` looks at: parameters, but for FSDP2's, which come and go, buffers, and the
-    tensors that attributes of modules are, or contain, by FQN.
+def values_of(model: nn.Module) -> dict[str, Any]:
+    """Returns what :class:`LeftTensors` looks at: parameters, but for FSDP2's, which come and go, buffers, and
+    attributes of modules, by FQN.
     """
-    parts = [_parts_of(fqn, container) for fqn, container in _containers(model).items()]
-    tensors = {name: each for held in parts for name, each in held.items() if isinstance(each, torch.Tensor)}
-    return _own_tensors(model) | {name: each for name, each in tensors.items() if not isinstance(each, nn.Parameter)}
-
-
-def _held_values(model: nn.Module) -> dict[str, Any]:
-    """Returns the modes of a model's modules, and attributes that are Python values, not objects, by FQN."""
-    return {
+    attributes = {
         fqn: value
         for fqn, module, value in _attributes_of(model)
-        if not isinstance(module, nn.parallel.DistributedDataParallel)  # which keeps its own accounts
-        if key_of(value).is_plain or isinstance(value, py_sym_types)
+        # DistributedDataParallel keeps its own accounts.
+        if not isinstance(value, nn.Parameter) and not isinstance(module, nn.parallel.DistributedDataParallel)
     }
+    return {**_parameters_of(model), **dict(model.named_buffers()), **attributes}
 
 
 def read_before(fqn: str) -> str:
@@ -197,26 +191,20 @@ class LeftTensors:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._held = held_tensors(model)
+        self._before = values_of(model)
         # A size of an earlier trace is another one.
-        self._keys = {fqn: key_of(value) for fqn, value in _held_values(model).items() if not _varies(value)}
-        self._attributes = {fqn: value for fqn, _, value in _attributes_of(model)}
-        self._containers = {
-            fqn: (value, key_of(value)) for fqn, value in self._attributes.items() if isinstance(value, CONTAINERS)
-        }
+        self._keys = {fqn: key_of(value) for fqn, value in self._before.items() if not _varies(value)}
+        # Kept, so that no others have the ids of what containers hold.
+        self._items = [walk(value) for value in self._before.values() if isinstance(value, CONTAINERS)]
 
-    def changed(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns the tensors that are others than before, by FQN, and the Python values."""
-        left, values = held_tensors(self._model), _held_values(self._model)
-        return (
-            {fqn: each for fqn, each in left.items() if each is not self._held.get(fqn)},
-            {fqn: each for fqn, each in values.items() if self._keys.get(fqn) != key_of(each)},
-        )
+    def changed(self) -> dict[str, Any]:
+        """Returns what is another value than before, by FQN."""
+        return {fqn: each for fqn, each in values_of(self._model).items() if key_of(each) != self._keys.get(fqn)}
 
     def trained(self) -> dict[str, torch.Tensor]:
         """Returns the parameters and buffers that are others than before, by FQN, and may get gradients."""
-        left, own = self.changed()[0], _parameters_of(self._model) | dict(self._model.named_buffers())
-        return {fqn: each for fqn, each in own.items() if left.get(fqn) is each and is_trained(each)}
+        own = _parameters_of(self._model) | dict(self._model.named_buffers())
+        return {fqn: each for fqn, each in self.changed().items() if fqn in own and is_trained(each)}
 
     def find(self, has_read: Callable[[nn.Module, str], bool]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns what the step computed and left, by FQN, and patterns of the rest; raises where a captured step
@@ -224,62 +212,47 @@ class LeftTensors:
 
         ``has_read`` says whether forward read an attribute of a module before it set it.
         """
-        left, values = self.changed()
-        for fqn in self._attributes.keys() - {fqn for fqn, *_ in _attributes_of(self._model)}:
+        now, changed = values_of(self._model), self.changed()
+        left, values = dict[str, Any](), dict[str, Any]()
+        for fqn in {fqn for fqn in self._before if find_state(self._model, fqn) is None} - now.keys():
             raise CaptureError(f"forward deletes attribute {fqn!r}, and a captured step would not{FIRST_CALL}")
-        for fqn, _, value in _attributes_of(self._model):
-            is_another = value is not (before := self._attributes.get(fqn)) and key_of(value) != key_of(before)
-            if is_another and not (fqn in left or fqn in values or isinstance(value, CONTAINERS)):
-                raise CaptureError(
-                    f"forward keeps {key_of(value)} in attribute {fqn!r}, and a captured step would not. Keep "
-                    f"tensors and Python values in attributes of their own, or return the object{FIRST_CALL}"
-                )
-        own = _own_tensors(self._model)
-        left = {fqn: each for fqn, each in left.items() if fqn in own}
-        left |= {fqn: values.pop(fqn) for fqn in [*values] if isinstance(values[fqn], py_sym_types)}
-        for fqn, value in left.items():
+        own = {id(each) for fqn, each in now.items() if isinstance(each, torch.Tensor) and fqn not in changed}
+        own |= {*map(id, self._model.parameters())}
+        for fqn, value in changed.items():
             owner, _, name = fqn.rpartition(".")
-            module = self._model.get_submodule(owner)
+            module, before, key = self._model.get_submodule(owner), self._before.get(fqn), key_of(value)
+            is_state, is_same = name in module._buffers or name in module._parameters, value is before
+            is_read = not is_state and has_read(module, name)
             _refuse_subclass(fqn, value)
-            if name not in module._buffers and name not in module._parameters:
-                if has_read(module, name):
-                    if isinstance(value, py_sym_types) and is_number(self._attributes.get(fqn)):
-                        raise CountedError(fqn)
-                    raise CaptureError(read_before(fqn))
-            elif (before := _kind(self._held[fqn])) != (now := _kind(value)):
+            if is_state and _kind(self._before[fqn]) != _kind(value):
                 what = "buffer" if name in module._buffers else "parameter"
                 raise CaptureError(
-                    f"forward replaces {what} {fqn!r}, {before}, by {now}, and the next call would read another kind "
-                    f"of tensor than was captured{FIRST_CALL}"
+                    f"forward replaces {what} {fqn!r}, {_kind(self._before[fqn])}, by {_kind(value)}, and the next "
+                    f"call would read another kind of tensor than was captured{FIRST_CALL}"
                 )
-        for fqn, value in values.items():
-            if value is self._attributes.get(fqn) and isinstance(value, RESTORED):
-                values[fqn] = Same(value.copy())
-            elif isinstance(value, CONTAINERS) and (found := pattern_of(fqn, value)) is not None:
-                owner, _, name = fqn.rpartition(".")
-                if found[1] and has_read(self._model.get_submodule(owner), name):  # a size that varies
+            if isinstance(value, COMPUTED):
+                if is_read:
+                    is_counted = isinstance(value, py_sym_types) and is_number(before)
+                    raise CountedError(fqn) if is_counted else CaptureError(read_before(fqn))
+                left[fqn] = value
+            elif key.is_plain or isinstance(value, CONTAINERS):
+                tensors = {id(each) for each in walk(value).values() if isinstance(each, torch.Tensor)}
+                if (is_same and is_read and not key.is_plain) or (not is_same and tensors and tensors <= own):
+                    continue  # what `Reads` knows, or a new list of the model's weights
+                found = pattern_of(fqn, value, [(value, [])] if is_same else (), own)
+                if found is None or (is_same and not key.is_plain):
+                    raise CaptureError(IN_CONTAINER.format(fqn))
+                values[fqn], parts = found
+                if parts and is_read:
                     raise CaptureError(read_before(fqn))
-                values[fqn], sizes = found
-                left |= sizes
-        known = {*map(id, self._model.parameters()), *(id(each) for fqn, each in own.items() if fqn not in left)}
-        for fqn, module, value in _attributes_of(self._model):
-            before, key = self._containers.get(fqn, (None, None))
-            if not isinstance(value, CONTAINERS) or fqn in values or key_of(value) == key:
-                continue
-            tensors = {id(each) for each in walk(value).values() if isinstance(each, torch.Tensor)}
-            if value is not before and tensors and tensors <= known:
-                continue  # a new list of the model's weights
-            is_read = has_read(module, fqn.rpartition(".")[2])
-            if is_read and value is before:
-                continue
-            if is_read:
-                raise CaptureError(read_before(fqn))
-            if value is before or (found := pattern_of(fqn, value, known=known)) is None:
-                raise CaptureError(IN_CONTAINER.format(fqn))
-            for part, each in found[1].items():
-                _refuse_subclass(part, each)
-            values[fqn] = found[0]
-            left |= found[1]
+                for part, each in parts.items():
+                    _refuse_subclass(part, each)
+                left |= parts
+            elif not is_same:
+                raise CaptureError(
+                    f"forward keeps {key} in attribute {fqn!r}, and a captured step would not. Keep tensors and "
+                    f"Python values in attributes of their own, or return the object{FIRST_CALL}"
+                )
         return left, values
 
 
@@ -322,29 +295,10 @@ def _parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {fqn: each for fqn, each in named if not (is_sharded and is_tensor_subclass(each))}
 
 
-def _own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    return _parameters_of(model) | _without_containers(model)
-
-
 def _without_containers(model: nn.Module) -> dict[str, torch.Tensor]:
     tensors = {fqn: value for fqn, _, value in _attributes_of(model) if isinstance(value, torch.Tensor)}
     own = {fqn: tensor for fqn, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
     return {**dict(model.named_buffers()), **own}
-
-
-def _containers(model: nn.Module) -> dict[str, Any]:
-    """Returns the attributes of a model's modules that are containers of what is computed, by FQN."""
-    return {
-        fqn: value
-        for fqn, _, value in _attributes_of(model)
-        if not isinstance(value, COMPUTED) and any(isinstance(each, COMPUTED) for each in walk(value).values())
-    }
-
-
-def _parts_of(fqn: str, container: Any) -> dict[str, Any]:
-    """Returns what is computed of that which a container holds, by name."""
-    leaves = (each for each in walk(container).values() if isinstance(each, COMPUTED))
-    return {f"{fqn}[{index}]": each for index, each in enumerate(leaves)}
 
 
 def _attributes_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:

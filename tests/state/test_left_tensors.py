@@ -19,7 +19,8 @@ from graphpasses.errors import CaptureError
 from graphpasses.parity.hashing import weight_hash
 from graphpasses.simulate import Topology, run_cluster
 from graphpasses.state.keys import are_alike
-from graphpasses.state.left_tensors import held_tensors
+from graphpasses.state.left_tensors import values_of
+from graphpasses.state.patterns import walk
 
 
 class Centred(nn.Module):
@@ -61,7 +62,8 @@ def train(run: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, optimiz
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
-        found += [each.detach() for each in held_tensors(model).values()]
+        values = walk([*values_of(model).values()]).values()
+        found += [each.detach() for each in values if isinstance(each, torch.Tensor)]
     return [*found, *(each.detach() for each in model.parameters())]
 
 
