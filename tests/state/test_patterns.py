@@ -11,11 +11,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from graphpasses import capture_train_step, default_pipeline
 from graphpasses.errors import CaptureError
 from graphpasses.fsdp import BucketPlan
 from graphpasses.identity import containers_with_copies, same_bits
+from graphpasses.parity import weight_hash
+from graphpasses.simulate import Topology, run_cluster
 from graphpasses.state.patterns import filled, misfit, pattern_of, walk
 
 X = torch.arange(24.0).view(6, 4) / 24
@@ -230,6 +233,41 @@ def test_patterns() -> None:
     assert pattern_of("kept", kept, copies, known=[id(one)]) is None
     kept["self"] = kept
     assert pattern_of("kept", kept, copies) is None
+
+
+def sharded(is_captured: bool) -> list[Any]:
+    torch.manual_seed(0)
+    model, kept = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), dict[str, Any]()
+    model[0].register_forward_hook(lambda module, args, out: kept.update(out=out))
+    for module in (*model, model):
+        fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = loss_of_model(model, x) + kept["out"].square().mean()
+        kept["loss"] = loss.item()
+        return loss
+
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=0.1), list[Any]()
+    step = default_pipeline().run(capture_train_step(loss_fn, model, X, optimizer=optimizer)) if is_captured else None
+    for scale in (1.0, 2.0, 3.0):
+        if step is not None:
+            found.append(step(scale * X).item())
+        else:
+            (loss := loss_fn(model, scale * X)).backward()
+            found.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        found += [kept["out"].tolist(), kept["loss"]]
+    return [*found, weight_hash(model)]
+
+
+def both() -> list[Any]:
+    return [sharded(is_captured) for is_captured in (False, True)]
+
+
+def test_what_hooks_of_a_sharded_model_keep() -> None:
+    for eager, captured in run_cluster(both, Topology(2, gpus_per_node=2)):
+        assert captured == eager
 
 
 def test_a_size_that_varies() -> None:
