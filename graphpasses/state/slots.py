@@ -273,8 +273,11 @@ class Held:
 
     def changed(self) -> dict[str, Any]:
         """Returns what is another value than it was, by path."""
-        values = ((slot, read(owner, slot.name)) for owner, slot in self._held)
-        return {slot.path: value for slot, value in values if key_of(value) != slot.key}
+        found: dict[str, Any] = {}
+        for owner, slot in self._held:
+            if key_of(value := read(owner, slot.name)) != slot.key:
+                found[slot.path if slot.path not in found else f"{slot.path} ({len(found)})"] = value
+        return found
 
     def put_back(self) -> None:
         for owner, slot in self._held:
