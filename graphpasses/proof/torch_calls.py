@@ -54,7 +54,7 @@ class TorchCalls(Evaluation):
         self._modes = grad_modes(graph.graph)
         self._reached = reached_outputs(graph.graph)
         self._context = values.source(("context",))
-        self._lookups = Lookups(graph, self._reached)
+        self._lookups = Lookups(graph, self._reached, facts)
         self._done.unknown = next((str(node.target) for node in self._lookups.unknown), "")
         self._live = dict(zip(graph.placeholders, graph.live, strict=True))
         self._tables: dict[fx.Node, Hashable] = {}  # by lookup, what the graph has written into its tables before
@@ -189,10 +189,11 @@ class _Member:
 class Lookups:
     """The lookups of a graph that Dynamo traced; ``unknown`` join bags for a lookup that is not known."""
 
-    def __init__(self, graph: DynamoGraph, reached: Mapping[fx.Node, Hashable]) -> None:
+    def __init__(self, graph: DynamoGraph, reached: Mapping[fx.Node, Hashable], facts: Facts) -> None:
         calls = [call for call in LookupCall.all(graph) if call.reject_reason() is None]
         self._calls = {call.node: call for call in calls if _is_consistent(call)}
         self._reached = reached
+        self._facts = facts
         self._members = {node: _members(call) for node, call in self._calls.items()}
         fused = [self._calls[node] for node, members in self._members.items() if members]
         known = {argument(call.arguments["indices"]) for call in fused}
@@ -216,10 +217,24 @@ class Lookups:
             return None
         fused = argument(node)
         members = self._members.get(fused)
-        if members is None or not _is_split(node, members, is_pooled=node.target == SPLIT_FEATURES):
+        if members is None or not self._is_split(node, members):
             return None
         call = self._calls[fused]
         return [(*_key(call, member, read), self._trained_by(call)) for member in members]
+
+    def _is_split(self, node: fx.Node, members: Sequence[_Member]) -> bool:
+        """Whether a call cuts what a lookup returns into what each member returns."""
+        args = node.args[2:] if node.target == SPLIT_FEATURES else node.args[1:]
+        if node.kwargs or any(args[1:]) or not self._facts.guessed.isdisjoint(node.all_input_nodes):
+            return False
+        given: Any = args[0]
+        sizes = [size_expression(self._facts[each] if isinstance(each, fx.Node) else each) for each in given]
+        shapes = [[self._facts[each].shape[0] for each in member.bags[:2]] for member in members]  # type: ignore[index]
+        if node.target != SPLIT_FEATURES:
+            return sizes == [size_expression(num_ids) for num_ids, _ in shapes]
+        are_dims = node.args[1] == [sum(table.dim for table in each.tables) for each in members]
+        bags = [(ends - 1) // len(each.tables) for (_, ends), each in zip(shapes, members, strict=True)]
+        return are_dims and sizes == [*map(size_expression, bags)]
 
     def _trained_by(self, call: LookupCall) -> Hashable:
         """Returns which outputs' gradients let the lookup update its tables, as far as that makes a difference."""
@@ -289,20 +304,6 @@ def _is_cumsum_of(offsets: fx.Node | None, join: fx.Node) -> bool:
         and argument(view).target is operator.getitem
         and argument(view).args == (join, 1)
     )
-
-
-def _is_split(node: fx.Node, members: Sequence[_Member], *, is_pooled: bool) -> bool:
-    if is_pooled:
-        _, dims, batch_sizes = node.args
-        ends = [each.bags[1].meta["val"].shape[0] for each in members]  # type: ignore[union-attr]
-        bags = [(end - 1) // len(each.tables) for end, each in zip(ends, members, strict=True)]
-        are_dims = list(dims) == [sum(table.dim for table in each.tables) for each in members]  # type: ignore[arg-type]
-        return are_dims and [*map(size_expression, batch_sizes)] == [*map(size_expression, bags)]  # type: ignore[arg-type]
-    _, sizes, *dim = node.args
-    return not any(dim) and [*map(size_expression, sizes)] == [  # type: ignore[arg-type]
-        size_expression(each.bags[0].meta["val"].shape[0])  # type: ignore[union-attr]
-        for each in members
-    ]
 
 
 def _is_consistent(call: LookupCall) -> bool:

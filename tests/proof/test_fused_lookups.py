@@ -6,11 +6,11 @@ import copy
 import operator
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 pytest.importorskip("torchrec")
 
@@ -27,7 +27,7 @@ from graphpasses.passes import FuseTBE
 from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
 from graphpasses.proof.prove import prove
 from tests.helpers.all_to_alls import capture
-from tests.helpers.tables import Bags, bags, tables
+from tests.helpers.tables import Bags, Look, Lookups, bags, tables
 
 pytestmark = pytest.mark.usefixtures("forget_compiled_code")
 
@@ -82,6 +82,50 @@ def test_exchanged_lookups_are_not() -> None:
     compiled = gp.compile(Three("sgd", "sum"), pipeline=Pipeline((FuseTBE(), Exchange())), inner="aot_eager")
     with pytest.raises(ProofError, match=r"^pass 'exchange' \(after fuse-tbe\) is not proved to keep output 0"):
         compiled(*(bags(number, seed) for seed, number in enumerate((1, 2, 1))))
+
+
+@dataclass(frozen=True)
+class Ask(Look):
+    """Asks whether another graph, made from the one that it is given, is proved to be the first that was seen."""
+
+    name = "ask"
+
+    change: Callable[[fx.Graph], None] = lambda graph: None
+    first: Look = field(default_factory=Look)
+    answers: list[bool] = field(default_factory=list, compare=False)
+
+    def rewrite(self, graph: TrainGraph) -> int:
+        made = graph.copy()
+        self.change(made.graph)
+        made.graph.lint()
+        try:
+            self.answers.append(bool(prove(self.first.seen[0], made)))
+        except ProofError:
+            self.answers.append(False)
+        return 0
+
+
+def is_proved(model: nn.Module, batch: list[Bags], change: Callable[[fx.Graph], None], *passes: GraphPass) -> bool:
+    """Whether a model's graph behind some passes, which is changed, is proved to be the one before them."""
+    look = Look()
+    ask = Ask(change=change, first=look)
+    gp.compile(model, pipeline=Pipeline((look, *passes, ask)), inner="aot_eager", prove=False)(batch)
+    (answer,) = ask.answers
+    return answer
+
+
+def cut_otherwise(graph: fx.Graph) -> None:
+    """Has one lookup the sizes of another's, with the fake values that these had."""
+    sizes = graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int)
+    sizes[0].args = (sizes[1].args[0], 0)
+
+
+@pytest.mark.parametrize("pooling", ["sum", "none"])
+def test_sizes_that_cut_a_fused_lookup_are_computed_again(pooling: str) -> None:
+    for change, answer in ((lambda _: None, True), (cut_otherwise, False)):
+        torch.compiler.reset()
+        model, batch = Lookups([tables([4], "sgd", pooling) for _ in range(2)]), [bags(1, 0, 3), bags(1, 1, 5)]
+        assert is_proved(model, batch, change, FuseTBE()) is answer
 
 
 class Halved(Three):
