@@ -22,7 +22,7 @@ from graphpasses.errors import ProofError
 from graphpasses.fbgemm.names import UPDATING_LOOKUP
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.identity import same_bits
-from graphpasses.ops.join_lookups import SPLIT_FEATURES
+from graphpasses.ops.join_lookups import JOIN_BAGS, SPLIT_FEATURES
 from graphpasses.passes import FuseTBE
 from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
 from graphpasses.proof.prove import prove
@@ -61,6 +61,11 @@ def test_fused_lookups_are_proved_and_equal(optimizer: str, pooling: str) -> Non
     assert same_bits(*losses)
     state = zip(eager.state_dict().items(), model.state_dict().values(), strict=True)
     assert all(same_bits(mine, its) for (_, mine), its in state)
+
+
+def test_a_fused_lookup_of_tables_in_another_order_than_its_features() -> None:
+    model = Lookups([tables([4, 8], features=[1, 0]), tables([4, 4], features=[1, 0, 1]), tables([4])])
+    assert is_proved(model, model.batch(0), lambda _: None, FuseTBE())
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,65 @@ def test_sizes_that_cut_a_fused_lookup_are_computed_again(pooling: str) -> None:
         torch.compiler.reset()
         model, batch = Lookups([tables([4], "sgd", pooling) for _ in range(2)]), [bags(1, 0, 3), bags(1, 1, 5)]
         assert is_proved(model, batch, change, FuseTBE()) is answer
+
+
+def write_later(graph: fx.Graph) -> None:
+    """Checks ids, and so corrects them, only when they have been joined."""
+    (lookup,) = (node for node in graph.nodes if UPDATING_LOOKUP.fullmatch(str(node.target)))
+    for node in [node for node in graph.nodes if str(node.target).startswith("fbgemm.bounds_check")]:
+        lookup.append(node)
+
+
+def write_joined(graph: fx.Graph) -> None:
+    (join,) = graph.find_nodes(op="call_function", target=JOIN_BAGS)
+    ids = next(node for node in join.users if node.args[1] == 0)
+    with graph.inserting_after(ids):
+        graph.call_method("zero_", (ids,)).meta["val"] = ids.meta["val"]
+
+
+def write_result(graph: fx.Graph) -> None:
+    (lookup,) = (node for node in graph.nodes if UPDATING_LOOKUP.fullmatch(str(node.target)))
+    with graph.inserting_after(lookup), torch.no_grad():
+        graph.call_method("mul_", (lookup, 2)).meta["val"] = lookup.meta["val"]
+
+
+@pytest.mark.parametrize("change", [write_later, write_joined, write_result])
+def test_what_is_written_between_the_calls_of_a_fused_lookup_counts(change: Callable[[fx.Graph], None]) -> None:
+    model, batch = Lookups([tables([4]) for _ in range(2)]), [bags(1, 0, 3), bags(1, 1, 5)]
+    assert not is_proved(model, batch, change, FuseTBE())
+
+
+class Twice(Lookups):
+    """Looks up the same in a table twice, without a check that would write the ids; perhaps through two modules."""
+
+    def __init__(self, *, is_tied: bool) -> None:
+        super().__init__([tables([4], "rowwise_adagrad") for _ in range(2)])
+        one, two = self.tables
+        one.bounds_check_mode_int = two.bounds_check_mode_int = BoundsCheckMode.NONE.value
+        if is_tied:
+            two.weights_host, two.momentum1_host = one.weights_host, one.momentum1_host
+        else:
+            self.tables[1] = one
+
+    def forward(self, batch: list[Bags]) -> Tensor:
+        a, b = self.tables[0](*batch[0]), self.tables[1](*batch[0])
+        return a.square().sum() + b.square().sum() + b.sin().sum()
+
+
+def read_the_other(graph: fx.Graph) -> None:
+    """Has one gradient go to the other update of the table."""
+    a, b = (node for node in graph.nodes if UPDATING_LOOKUP.fullmatch(str(node.target)))
+    by_user = {user: node for node in (a, b) for user in node.users}
+    for user, node in by_user.items():
+        if "square" in str(user.target):
+            user.replace_input_with(node, b if node is a else a)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_each_lookup_of_a_table_updates_it_in_its_turn(is_tied: bool) -> None:
+    for change, answer in ((lambda _: None, True), (read_the_other, False)):
+        torch.compiler.reset()
+        assert is_proved(Twice(is_tied=is_tied), [bags(1, 0)], change) is answer
 
 
 class Halved(Three):

@@ -139,7 +139,7 @@ class Facts:
             found = mode and call(mode, node.target, args, kwargs)
             return self._guessed(node) if found is None else found
         except Exception as error:
-            if not is_operator(node.target):  # functions may need more than what they are given
+            if not is_operator(node.target) and node.target is not operator.getitem:  # functions may need more
                 return self._guessed(node)
             raise ProofError(f"{node.name} cannot be run: {named_call(node)}: {error}") from error
 
