@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
@@ -257,8 +258,11 @@ def in_place(rows: Tensor, ids: Tensor, offsets: Tensor, mode: int, count: Tenso
     return count
 
 
-def functional(rows: Tensor, ids: Tensor, offsets: Tensor, mode: int, count: Tensor) -> Tensor:
+def functional(
+    rows: Tensor, ids: Tensor, offsets: Tensor, mode: int, count: Tensor, *, is_brief: bool = False
+) -> Tensor:
     others = {each.name: each.default_value for each in CHECK._schema.arguments if each.has_default_value()}
+    others = {"weights": None} if is_brief else others
     places = {
         "_indices_base_index": 0,
         "_offsets_base_index": 1,
@@ -270,7 +274,7 @@ def functional(rows: Tensor, ids: Tensor, offsets: Tensor, mode: int, count: Ten
     return AUTO_FUNCTIONALIZED(CHECK, **others, _all_bases=[ids, offsets, count])[-1]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("check", [in_place, functional])
+@pytest.mark.parametrize("check", [in_place, functional, partial(functional, is_brief=True)])
 def test_a_bounds_check_that_does_not_warn_leaves_the_count(check: Callable[..., Tensor]) -> None:
     warns, ignores = BoundsCheckMode.WARNING.value, BoundsCheckMode.IGNORE.value
 
