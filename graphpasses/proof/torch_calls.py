@@ -57,7 +57,6 @@ class TorchCalls(Evaluation):
         self._lookups = Lookups(graph, self._reached, facts)
         self._done.unknown = next((str(node.target) for node in self._lookups.unknown), "")
         self._live = dict(zip(graph.placeholders, graph.live, strict=True))
-        self._tables: dict[fx.Node, Hashable] = {}  # by lookup, what the graph has written into its tables before
         # By lookup, in which mode it runs, and what the results of each that it joins depend on.
         self._parts: dict[fx.Node, tuple[Hashable, list[tuple[Hashable, ...]]]] = {}
         self._updates: dict[int, int] = {}  # by where a table lies, the last lookup that updates it
@@ -93,11 +92,11 @@ class TorchCalls(Evaluation):
         if is_copy and (self._modes[node] or not has_gradient(argument(node))):
             return self._read(argument(node))
         if node in self._lookups:  # it writes its tables in backward
-            self._tables[node] = self._written_tables(node)
+            context = (self._written_into(node), *mode)
             is_followed = all(map(self._is_as_made, self._lookups.joining(node)))
             parts = self._lookups.parts(node, self._argument) if is_followed else []
             looked_up = parts or [self._lookups.whole(node, self._argument)]
-            keys = [self._in_turn((*each.key, self._tables[node], *mode), each.tables) for each in looked_up]
+            keys = [self._in_turn((*each.key, *context), each.tables) for each in looked_up]
             self._parts[node] = mode, keys
             return self.opaque(node, self._facts[node], ("call", str(node.target), *keys) if parts else keys[0])
         if self._lookups.is_split(node) and self._is_as_made(argument(node)):
@@ -138,11 +137,11 @@ class TorchCalls(Evaluation):
         self._updates.update(dict.fromkeys(tables, self._table.source(("updated", key))))
         return key
 
-    def _written_tables(self, node: fx.Node) -> Hashable:
-        """Returns what the graph has written into the memory of a lookup's tables, by the names of inputs there."""
-        memory = self._memory(self._lookups.tables(node))
+    def _written_into(self, node: fx.Node) -> Hashable:
+        """Returns what the graph has written into the memory of a lookup's tables and settings, by inputs' names."""
+        memories = {self._memory(each) for each in self._lookups.read_beside_bags(node) if each in self._live}
         written = ((root, held.value.number) for (root, _), held in self._held.items() if root in self._live)
-        return frozenset((self._inputs[root], number) for root, number in written if self._memory(root) == memory)
+        return frozenset((self._inputs[root], number) for root, number in written if self._memory(root) in memories)
 
     def _memory(self, node: fx.Node) -> int | None:
         """Returns where the memory of an input begins; None of what has no strides."""
@@ -237,9 +236,10 @@ class Lookups:
     def __contains__(self, node: fx.Node) -> bool:
         return node in self._calls
 
-    def tables(self, node: fx.Node) -> fx.Node:
-        """Returns the input that has a lookup's tables."""
-        return self._calls[node].states[0]
+    def read_beside_bags(self, node: fx.Node) -> list[fx.Node]:
+        """Returns a lookup's tables and settings."""
+        bags = _bags(self._calls[node])
+        return [each for each in node.all_input_nodes if each not in bags]
 
     def whole(self, node: fx.Node, read: Callable[[fx.Node], Any]) -> LookedUp:
         """Returns what a lookup's result depends on; ``read`` returns the value of an argument."""

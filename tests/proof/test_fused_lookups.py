@@ -194,10 +194,14 @@ def test_each_lookup_of_a_table_updates_it_in_its_turn(is_tied: bool) -> None:
 
 
 class Halved(Three):
-    """Writes a table before it looks up in another, and then in this."""
+    """Writes a table, or its learning rate, before it looks up in another, and then in this."""
+
+    def __init__(self, written: str) -> None:
+        super().__init__("sgd", "sum")
+        self.written = written
 
     def forward(self, a: Bags, b: Bags, c: Bags) -> Tensor:
-        self.a.weights_host.mul_(0.5)
+        getattr(self.a, self.written).mul_(0.5)
         return self.b(*b).sum() + self.a(*a).sum() + self.c(*c).sum()
 
 
@@ -219,10 +223,9 @@ class WriteLater(GraphPass):
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["another", "the lookup"])
-def test_a_lookup_reads_what_was_written_before(number: int) -> None:
-    compiled = gp.compile(
-        Halved("sgd", "sum"), pipeline=Pipeline((WriteLater(number),)), inner="aot_eager", prove=True
-    )
+@pytest.mark.parametrize("written", ["weights_host", "learning_rate_tensor"])
+def test_a_lookup_reads_what_was_written_before(written: str, number: int) -> None:
+    compiled = gp.compile(Halved(written), pipeline=Pipeline((WriteLater(number),)), inner="aot_eager", prove=True)
     with (
         torch.no_grad(),
         pytest.raises(ProofError, match="is not proved to keep output 0") if number else nullcontext(),
