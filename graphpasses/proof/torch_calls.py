@@ -375,7 +375,7 @@ def _is_consistent(call: LookupCall) -> bool:
 def _key(call: LookupCall, member: _Member, read: Callable[[fx.Node], Any]) -> tuple[Hashable, ...]:
     trigger = call.arguments[_TRIGGER]
     others = {name: value for name, value in call.arguments.items() if name not in (*_LEFT_OUT, _TRIGGER)}
-    if trigger.op != "placeholder":  # it counts steps
-        others[_TRIGGER] = trigger
+    # An input lets autograd reach the lookup, if it has a gradient; another one counts steps.
+    others[_TRIGGER] = has_gradient(trigger) if trigger.op == "placeholder" else trigger
     args = evaluated([*member.bags, call.settings(), others], read)
     return ("call", str(call.node.target), freeze(args), (member.tables, member.num_rows))

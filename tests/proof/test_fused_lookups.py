@@ -160,6 +160,17 @@ def test_what_is_written_between_the_calls_of_a_fused_lookup_counts(change: Call
     assert not is_proved(model, batch, change, FuseTBE())
 
 
+def train_nothing(graph: fx.Graph) -> None:
+    """Gives the lookup an input without a gradient where autograd would reach it by one that has one."""
+    (lookup,) = (node for node in graph.nodes if UPDATING_LOOKUP.fullmatch(str(node.target)))
+    lookup.update_kwarg("placeholder_autograd_tensor", lookup.kwargs["weights"][0])
+
+
+def test_a_lookup_is_trained_only_if_autograd_reaches_it() -> None:
+    model, batch = Lookups([tables([4]) for _ in range(2)]), [bags(1, 0, 3), bags(1, 1, 5)]
+    assert not is_proved(model, batch, train_nothing, FuseTBE())
+
+
 class Twice(Lookups):
     """Looks up the same in a table twice, without a check that would write the ids; perhaps through two modules."""
 
