@@ -299,7 +299,9 @@ _PLAIN = frozenset({float, int, str, torch.dtype})
 
 
 def fake_call(mode: FakeTensorMode, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Calls an operator on fake tensors, as under their mode; the quick way knows the keyword ``dtype`` alone."""
+    """Calls an operator, or a method by its name, on fake tensors, as under their mode."""
+    target = getattr(torch.Tensor, target) if isinstance(target, str) else target
+    # The quick way knows the keyword ``dtype`` alone.
     device = _common_device(args) if target in _BY_META_KERNEL and kwargs.keys() <= {"dtype"} else None
     if device is None:
         if isinstance(target, torch._ops.OpOverload):
@@ -309,10 +311,7 @@ def fake_call(mode: FakeTensorMode, target: Any, args: tuple[Any, ...], kwargs: 
         with mode:
             if isinstance(target, torch._ops.OpOverload) and writes_arguments(target):
                 # What it is given is kept by nodes, and one that is written in place may get other sizes.
-                args, kwargs = pytree.tree_map(
-                    lambda each: aten.alias.default(each) if type(each) is FakeTensor else each,
-                    (args, dict(kwargs)),
-                )
+                args, kwargs = pytree.tree_map_only(FakeTensor, aten.alias.default, (args, dict(kwargs)))
             return target(*args, **kwargs)
     with fake_tensor.in_kernel_invocation_manager(mode), torch._C._AutoDispatchBelowAutograd():
         result = target(*args, **kwargs)

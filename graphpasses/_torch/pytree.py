@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch.utils import _pytree
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
-__all__ = ["TreeSpec", "open_container", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
+__all__ = ["TreeSpec", "open_container", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten"]
 
 
 def open_container(value: Any) -> tuple[dict[str, Any], TreeSpec] | None:

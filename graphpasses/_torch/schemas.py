@@ -82,10 +82,11 @@ def named_values(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def bind_named(op: Any, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns ``(args, kwargs)`` of a call of an operator from its arguments by name."""
+    """Returns ``(args, kwargs)`` of a call of an operator from its arguments by name, but for defaults."""
     (schema,) = schemas(op)
-    args = tuple(values[each.name] for each in schema.arguments if not each.kwarg_only)
-    return args, {each.name: values[each.name] for each in schema.arguments if each.kwarg_only}
+    given = {each.name: each.default_value for each in schema.arguments if each.has_default_value()} | {**values}
+    args = tuple(given[each.name] for each in schema.arguments if not each.kwarg_only)
+    return args, {each.name: given[each.name] for each in schema.arguments if each.kwarg_only}
 
 
 @cache

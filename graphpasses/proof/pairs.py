@@ -88,7 +88,7 @@ def evaluate_both(subject: str, before: TrainGraph, after: TrainGraph, captured:
             raise ProofError(f"{subject} is not proved to keep anything: input {other} is another one")
         one = TorchCalls(before, values, facts, constants=after.copied_constants, sizes=sizes).run()
         sizes.begin_second()
-        pair = Pair(values, sizes, one, TorchCalls(after, values, Facts(after.graph), sizes=sizes).run())
+        pair = Pair(values, sizes, one, TorchCalls(after, values, _facts_of(after, before, facts), sizes=sizes).run())
     else:
         if captured is not None:
             facts = _facts_of(before, captured, Facts(captured.graph))

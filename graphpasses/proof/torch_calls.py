@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from graphpasses._torch import pytree
 from graphpasses._torch.schemas import SET_GRAD_ENABLED
 from graphpasses.analysis.dependencies import grad_modes
 from graphpasses.analysis.effects import has_gradient, reached_outputs, torch_call_effects
 from graphpasses.fbgemm.lookups import INFO_B, MIXED_D, LookupCall
-from graphpasses.fbgemm.names import complete_cumsum
+from graphpasses.fbgemm.names import UPDATING_LOOKUP, complete_cumsum
 from graphpasses.graph import WAIT, DynamoGraph, argument, is_collective
 from graphpasses.graph.nodes import freeze
 from graphpasses.graph.size_arithmetic import size_expression
@@ -54,16 +54,20 @@ class TorchCalls(Evaluation):
         self._modes = grad_modes(graph.graph)
         self._reached = reached_outputs(graph.graph)
         self._context = values.source(("context",))
-        self._lookups = Lookups(graph, self._reached)
+        self._lookups = Lookups(graph, self._reached, facts)
         self._done.unknown = next((str(node.target) for node in self._lookups.unknown), "")
         self._live = dict(zip(graph.placeholders, graph.live, strict=True))
-        self._tables: dict[fx.Node, Hashable] = {}  # by lookup, what the graph has written into its tables before
+        # By lookup, in which mode it runs, and what the results of each that it joins depend on.
+        self._parts: dict[fx.Node, tuple[Hashable, list[tuple[Hashable, ...]]]] = {}
+        self._updates: dict[int, int] = {}  # by where a table lies, the last lookup that updates it
+        self._was_given: dict[fx.Node, list[Result]] = {}  # by node, what it was given when it was evaluated
 
     def evaluate_node(self, node: fx.Node) -> Result:
         """Returns the value of a node, after those before it, and notes which values with a gradient it reads."""
         is_use = node in self._reached and not self._is_part(node)
         read = filter(has_gradient, node.all_input_nodes) if is_use else ()
         used = {number for each in read for number in _numbers(self._read(each))}
+        self._was_given[node] = [self._read(each) for each in node.all_input_nodes]
         value = self._value(node)
         results = tuple(dict.fromkeys(_numbers(value)))
         for number in used - {*results}:
@@ -88,14 +92,18 @@ class TorchCalls(Evaluation):
         if is_copy and (self._modes[node] or not has_gradient(argument(node))):
             return self._read(argument(node))
         if node in self._lookups:  # it writes its tables in backward
-            self._tables[node] = self._written_tables(node)
-            key = (*self._lookups.key(node, self._argument), self._tables[node], *mode)
-            return self.opaque(node, self._facts[node], key)
-        parts = self._lookups.parts(node, self._argument)
-        if parts is not None:
-            self._axioms.add(FUSED)
-            keys = [(*part, self._tables[argument(node)], *mode) for part in parts]
-            return [self.opaque(node, fake, part) for part, fake in zip(keys, self._facts[node], strict=True)]
+            context = (self._written_into(node), *mode)
+            is_followed = all(map(self._is_as_made, self._lookups.joining(node)))
+            parts = self._lookups.parts(node, self._argument) if is_followed else []
+            looked_up = parts or [self._lookups.whole(node, self._argument)]
+            keys = [self._in_turn((*each.key, *context), each.tables) for each in looked_up]
+            self._parts[node] = mode, keys
+            return self.opaque(node, self._facts[node], ("call", str(node.target), *keys) if parts else keys[0])
+        if self._lookups.is_split(node) and self._is_as_made(argument(node)):
+            its_mode, keys = self._parts[argument(node)]
+            if mode == its_mode and len(keys) == len(self._facts[node]):
+                self._axioms.add(FUSED)
+                return [self.opaque(node, fake, part) for part, fake in zip(keys, self._facts[node], strict=True)]
         effects = torch_call_effects(node)
         written = [each.name for each in effects.writes]
         overlaps = self._overlaps(node, written) if written else ()
@@ -107,14 +115,33 @@ class TorchCalls(Evaluation):
         if effects.changes_context:
             self._context = self._table.source(("context after", key))
         key = self._after_others(effects.has_hidden_state, False, key)
+        if UPDATING_LOOKUP.fullmatch(str(node.target)) and node in self._reached:
+            live = (self._live.get(each) for each in node.all_input_nodes)
+            key = self._in_turn(
+                key, [each.data_ptr() for each in live if isinstance(each, nn.Parameter) and len(each)]
+            )
         result = self.opaque(node, self._facts[node], key)
         return self._written(node, effects.writes, key, result) if effects.writes else result
 
-    def _written_tables(self, node: fx.Node) -> Hashable:
-        """Returns what the graph has written into the memory of a lookup's tables, by the names of inputs there."""
-        memory = self._memory(self._lookups.tables(node))
+    def _is_as_made(self, node: fx.Node) -> bool:
+        """Whether neither a node's value nor what it was given has been written since it was evaluated."""
+        given = [self._read(each) for each in node.all_input_nodes]
+        return given == self._was_given[node] and self._read(node) == self._of[node]
+
+    def _in_turn(self, key: tuple[Hashable, ...], tables: Collection[int]) -> tuple[Hashable, ...]:
+        """Returns what a lookup counts as that updates tables, behind those that update them, too.
+
+        Autograd runs the last one first; each gets its own gradient, also where two look up the same.
+        """
+        key = (*key, frozenset((table, self._updates.get(table)) for table in tables))
+        self._updates.update(dict.fromkeys(tables, self._table.source(("updated", key))))
+        return key
+
+    def _written_into(self, node: fx.Node) -> Hashable:
+        """Returns what the graph has written into the memory of a lookup's tables and settings, by inputs' names."""
+        memories = {self._memory(each) for each in self._lookups.read_beside_bags(node) if each in self._live}
         written = ((root, held.value.number) for (root, _), held in self._held.items() if root in self._live)
-        return frozenset((self._inputs[root], number) for root, number in written if self._memory(root) == memory)
+        return frozenset((self._inputs[root], number) for root, number in written if self._memory(root) in memories)
 
     def _memory(self, node: fx.Node) -> int | None:
         """Returns where the memory of an input begins; None of what has no strides."""
@@ -186,13 +213,21 @@ class _Member:
         }
 
 
+class LookedUp(NamedTuple):
+    """What a lookup's result depends on."""
+
+    key: tuple[Hashable, ...]
+    tables: frozenset[int]  # where those lie that it updates in backward
+
+
 class Lookups:
     """The lookups of a graph that Dynamo traced; ``unknown`` join bags for a lookup that is not known."""
 
-    def __init__(self, graph: DynamoGraph, reached: Mapping[fx.Node, Hashable]) -> None:
+    def __init__(self, graph: DynamoGraph, reached: Mapping[fx.Node, Hashable], facts: Facts) -> None:
         calls = [call for call in LookupCall.all(graph) if call.reject_reason() is None]
         self._calls = {call.node: call for call in calls if _is_consistent(call)}
         self._reached = reached
+        self._facts = facts
         self._members = {node: _members(call) for node, call in self._calls.items()}
         fused = [self._calls[node] for node, members in self._members.items() if members]
         known = {argument(call.arguments["indices"]) for call in fused}
@@ -201,25 +236,52 @@ class Lookups:
     def __contains__(self, node: fx.Node) -> bool:
         return node in self._calls
 
-    def tables(self, node: fx.Node) -> fx.Node:
-        """Returns the input that has a lookup's tables."""
-        return self._calls[node].states[0]
+    def read_beside_bags(self, node: fx.Node) -> list[fx.Node]:
+        """Returns a lookup's tables and settings."""
+        bags = _bags(self._calls[node])
+        return [each for each in node.all_input_nodes if each not in bags]
 
-    def key(self, node: fx.Node, read: Callable[[fx.Node], Any]) -> tuple[Hashable, ...]:
+    def whole(self, node: fx.Node, read: Callable[[fx.Node], Any]) -> LookedUp:
         """Returns what a lookup's result depends on; ``read`` returns the value of an argument."""
         call = self._calls[node]
-        return (*_key(call, _member(call, _bags(call), slice(None)), read), self._trained_by(call))
+        return self._looked_up(call, _member(call, _bags(call), slice(None)), read)
 
-    def parts(self, node: fx.Node, read: Callable[[fx.Node], Any]) -> list[tuple[Hashable, ...]] | None:
-        """Returns what each of several lookups' results depends on, which a call splits; None for other calls."""
+    def joining(self, node: fx.Node) -> list[fx.Node]:
+        """Returns what makes a lookup's bags of those of several; nothing if it joins none."""
+        if not self._members[node]:
+            return []
+        indices, offsets, *weights = (each for each in _bags(self._calls[node]) if each is not None)
+        lengths = argument(offsets)
+        return [argument(indices), indices, argument(lengths), lengths, offsets, *weights]
+
+    def parts(self, node: fx.Node, read: Callable[[fx.Node], Any]) -> list[LookedUp]:
+        """Returns what each of several lookups' results depends on that a call joins; nothing if it joins none."""
+        return [self._looked_up(self._calls[node], member, read) for member in self._members[node]]
+
+    def is_split(self, node: fx.Node) -> bool:
+        """Whether a call cuts what a lookup returns into what each that it joins returns."""
         if node.target not in (SPLIT_FEATURES, aten.split_with_sizes.default):
-            return None
-        fused = argument(node)
-        members = self._members.get(fused)
-        if members is None or not _is_split(node, members, is_pooled=node.target == SPLIT_FEATURES):
-            return None
-        call = self._calls[fused]
-        return [(*_key(call, member, read), self._trained_by(call)) for member in members]
+            return False
+        members = self._members.get(argument(node))
+        return bool(members) and self._is_split(node, members)  # type: ignore[arg-type]
+
+    def _looked_up(self, call: LookupCall, member: _Member, read: Callable[[fx.Node], Any]) -> LookedUp:
+        is_reached = call.node in self._reached
+        tables = frozenset(table.weights for table in member.tables) if is_reached else frozenset[int]()
+        return LookedUp((*_key(call, member, read), self._trained_by(call)), tables)
+
+    def _is_split(self, node: fx.Node, members: Sequence[_Member]) -> bool:
+        args = node.args[2:] if node.target == SPLIT_FEATURES else node.args[1:]
+        if node.kwargs or any(args[1:]) or not self._facts.guessed.isdisjoint(node.all_input_nodes):
+            return False
+        given: Any = args[0]
+        sizes = [size_expression(self._facts[each] if isinstance(each, fx.Node) else each) for each in given]
+        shapes = [[self._facts[each].shape[0] for each in member.bags[:2]] for member in members]  # type: ignore[index]
+        if node.target != SPLIT_FEATURES:
+            return sizes == [size_expression(num_ids) for num_ids, _ in shapes]
+        are_dims = node.args[1] == [sum(table.dim for table in each.tables) for each in members]
+        bags = [(ends - 1) // len(each.tables) for (_, ends), each in zip(shapes, members, strict=True)]
+        return are_dims and sizes == [*map(size_expression, bags)]
 
     def _trained_by(self, call: LookupCall) -> Hashable:
         """Returns which outputs' gradients let the lookup update its tables, as far as that makes a difference."""
@@ -234,7 +296,7 @@ def _bags(call: LookupCall) -> tuple[fx.Node | None, ...]:
 def _member(call: LookupCall, bags: tuple[fx.Node | None, ...], features: slice, end: int | None = None) -> _Member:
     layout = call.layout()
     weights, *states = call.state_tensors
-    first = layout.first_rows[features][0]
+    first = min(layout.first_rows[features])
     places = zip(
         layout.weights_offsets[features],
         layout.momentum1_offsets[features] or layout.weights_offsets[features],
@@ -268,7 +330,9 @@ def _members(call: LookupCall) -> list[_Member]:
     parts: Any = [None] * len(ids) if weights is None else weights.args[0]  # type: ignore[arg-type]
     starts = [0, *accumulate(num_features)]  # type: ignore[arg-type]
     layout = call.layout()
-    rows = [*(layout.first_rows[start] for start in starts[1:-1]), layout.num_rows]
+    if len(layout.dims) != starts[-1] or min(num_features) < 1:  # type: ignore[arg-type]
+        return []
+    rows = [*(min(layout.first_rows[slice(*place)]) for place in pairwise(starts[1:])), layout.num_rows]
     members = [
         _member(call, bags, slice(*place), row)
         for bags, place, row in zip(zip(ids, ends, parts, strict=True), pairwise(starts), rows, strict=True)  # type: ignore[arg-type]
@@ -276,7 +340,7 @@ def _members(call: LookupCall) -> list[_Member]:
     itemsize = call.state_tensors[0].element_size()
     memory = sorted(place for member in members for place in member.memory(itemsize))
     is_apart = all(one[1] <= two[0] for one, two in pairwise(memory))
-    return members if is_apart and len(layout.dims) == starts[-1] else []
+    return members if is_apart else []
 
 
 def _is_cumsum_of(offsets: fx.Node | None, join: fx.Node) -> bool:
@@ -289,20 +353,6 @@ def _is_cumsum_of(offsets: fx.Node | None, join: fx.Node) -> bool:
         and argument(view).target is operator.getitem
         and argument(view).args == (join, 1)
     )
-
-
-def _is_split(node: fx.Node, members: Sequence[_Member], *, is_pooled: bool) -> bool:
-    if is_pooled:
-        _, dims, batch_sizes = node.args
-        ends = [each.bags[1].meta["val"].shape[0] for each in members]  # type: ignore[union-attr]
-        bags = [(end - 1) // len(each.tables) for end, each in zip(ends, members, strict=True)]
-        are_dims = list(dims) == [sum(table.dim for table in each.tables) for each in members]  # type: ignore[arg-type]
-        return are_dims and [*map(size_expression, batch_sizes)] == [*map(size_expression, bags)]  # type: ignore[arg-type]
-    _, sizes, *dim = node.args
-    return not any(dim) and [*map(size_expression, sizes)] == [  # type: ignore[arg-type]
-        size_expression(each.bags[0].meta["val"].shape[0])  # type: ignore[union-attr]
-        for each in members
-    ]
 
 
 def _is_consistent(call: LookupCall) -> bool:
@@ -325,7 +375,7 @@ def _is_consistent(call: LookupCall) -> bool:
 def _key(call: LookupCall, member: _Member, read: Callable[[fx.Node], Any]) -> tuple[Hashable, ...]:
     trigger = call.arguments[_TRIGGER]
     others = {name: value for name, value in call.arguments.items() if name not in (*_LEFT_OUT, _TRIGGER)}
-    if trigger.op != "placeholder":  # it counts steps
-        others[_TRIGGER] = trigger
+    # An input lets autograd reach the lookup, if it has a gradient; another one counts steps.
+    others[_TRIGGER] = has_gradient(trigger) if trigger.op == "placeholder" else trigger
     args = evaluated([*member.bags, call.settings(), others], read)
     return ("call", str(call.node.target), freeze(args), (member.tables, member.num_rows))

@@ -142,3 +142,13 @@ def test_results_lie_as_kernels_leave_them(captured: CapturedStep) -> None:
     code = Code(captured)
     with pytest.raises(ProofError, match="reads a tensor of strides"):
         prove(step, code.finished(added(code, gradient(code))))
+
+
+def test_what_cannot_be_run_is_named_whatever_it_raises() -> None:
+    """A division by zero, as also of a reduce-scatter among 0 ranks."""
+    step = capture(lambda x: [aten.pixel_shuffle(x, 1)], torch.ones(1, 4, 2, 2), is_fixed=True)
+    made = step.copy()
+    (node,) = made.graph.find_nodes(op="call_function", target=aten.pixel_shuffle.default)
+    node.args = (node.args[0], 0)
+    with pytest.raises(ProofError, match="pixel_shuffle cannot be run"):
+        prove(step, made)

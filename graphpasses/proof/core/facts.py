@@ -5,20 +5,21 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphpasses._torch.fake_mode import fake_call, fake_call_for_all_sizes, fake_mode_of, is_fake
-from graphpasses._torch.schemas import returns_alias
+from graphpasses._torch.schemas import is_operator, returns_alias
 from graphpasses.errors import ProofError
 from graphpasses.graph import WAIT
 from graphpasses.graph.nodes import attribute, freeze, named_call
 from graphpasses.proof.core.operators import SAMPLE_BY_SAMPLE, is_free_of_offset
 from graphpasses.proof.core.views import ALIGNMENT, Layout, View
 
+_GIVEN = ("placeholder", "get_attr")  # what comes from outside
 Leaf = tuple[fx.Node, int | None]  # a tensor that a node has: its value, or one of several
 
 
@@ -103,7 +104,7 @@ class Facts:
             node.op == original.op
             and node.target == original.target
             and node.meta.get("val") is original.meta.get("val")
-            and (node.op != "call_function" or self.call_of(node, is_fresh) == known.call_of(original, is_fresh))
+            and (node.op in _GIVEN or self.call_of(node, is_fresh) == known.call_of(original, is_fresh))
         )
 
     def call_of(self, node: fx.Node, is_fresh: bool) -> Hashable:
@@ -125,22 +126,21 @@ class Facts:
     def _computed(self, node: fx.Node) -> Any:
         """Returns what a call makes of its inputs; what the node says it has, where that depends on data."""
         given = self.values[node]
-        if node.op != "call_function":
+        if node.op in _GIVEN or (given is None and not is_operator(node.target)):  # which may set a mode
             return given
         if node.meta.get("unbacked_bindings") and _depends_on_data(given):
             return self._guessed(node)
-        arguments: Any = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
-        args, kwargs = arguments
+        args, kwargs = cast(Any, fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__))
         try:
             if node.target is operator.getitem and isinstance(args[0], (list, tuple)):
                 return args[0][args[1]]
-            if (mode := fake_mode_of(args, kwargs) or self._mode) is None:
-                return self._guessed(node)
-            if not _depends_on_data(given):
-                return fake_call(mode, node.target, args, kwargs)
-            found = fake_call_for_all_sizes(mode, node.target, args, kwargs)
+            mode = fake_mode_of(args, kwargs) or self._mode
+            call = fake_call_for_all_sizes if _depends_on_data(given) else fake_call
+            found = mode and call(mode, node.target, args, kwargs)
             return self._guessed(node) if found is None else found
-        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
+        except Exception as error:
+            if not is_operator(node.target) and node.target is not operator.getitem:  # functions may need more
+                return self._guessed(node)
             raise ProofError(f"{node.name} cannot be run: {named_call(node)}: {error}") from error
 
     def _guessed(self, node: fx.Node) -> Any:
