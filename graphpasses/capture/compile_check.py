@@ -38,8 +38,8 @@ def check_compiled(loss_fn: Callable[..., Any], model: nn.Module, *batch: Any) -
 
     Eager runs first, under ``torch.compiler.set_stance("force_eager")``, then what is compiled. Loss, gradients,
     parameters, buffers, the state of random numbers and of optimizers that run in backward (TorchRec's fused ones)
-    must then have the same bits. It finds what no list of limits has. All ranks must call it together. What ``loss_fn``
-    and hooks keep outside the model's modules, as a history of losses, they keep of both runs.
+    must then have the same bits. It finds what no list of limits has. All ranks must call it together. What
+    ``loss_fn`` and hooks keep outside the model's modules, as a history of losses, they keep of both runs.
 
     Args:
         loss_fn: called as ``loss_fn(model, *batch)``; returns as of :func:`graphpasses.capture_train_step`, and calls
