@@ -109,6 +109,7 @@ def communication_traced(model: nn.Module) -> Iterator[Reductions]:
             )
             for parameter in group.fsdp_params:
                 vars(parameter)["_get_grad_inner_tensor"] = partial(marked_gradient, parameter, reductions)
+                vars(parameter)["reset_sharded_param"] = partial(_reset_sharded, parameter)
                 info = parameter._module_info
                 parameter.sharded_param = cast(nn.Parameter, info.module._parameters[info.param_name])
                 parameter.all_gather_outputs = []
@@ -176,6 +177,13 @@ def _reshard(group: FSDPParamGroup) -> None:
     is_kept = group._use_post_forward_mesh or not group._reshard_after_forward
     if group._training_state != TrainingState.FORWARD or not is_kept:
         group._to_sharded()  # type: ignore[no-untyped-call]
+
+
+def _reset_sharded(parameter: FSDPParam) -> None:
+    """Asks whether a parameter was replaced by what it is, not by its memory: fake tensors have no address."""
+    info = parameter._module_info
+    if getattr(info.module, info.param_name) is not parameter.sharded_param:
+        type(parameter).reset_sharded_param(parameter)  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()

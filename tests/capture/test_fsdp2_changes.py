@@ -8,8 +8,9 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor import init_device_mesh
 
 from graphpasses import capture_train_step
 from graphpasses._torch.fake_process_group import fake_process_group
@@ -150,6 +151,29 @@ def test_a_teacher_changed_while_eager_has_it_unsharded(reshards: bool, options:
             assert refused(lambda: step(*token_batch())) == OUTDATED
             reshard(fsdp_groups(teacher))
         step(*token_batch())
+
+
+def test_a_state_that_loss_fn_loads_is_no_other_memory() -> None:
+    """On the rank that has fewer rows FSDP2 padded the shard again, and that rank alone copied it."""
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        model[1].load_state_dict(model[0].state_dict())
+        with torch.no_grad():
+            target = model[1](x)
+        return (model[0](x) - target).square().mean()
+
+    graphs = []
+    for rank in range(2):
+        with fake_process_group(2, rank):
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(f"ranks of {rank}",))
+            layers = [nn.Linear(4, 3), nn.Linear(4, 3)]
+            model = nn.Sequential(*(fully_shard(each, mesh=mesh, reshard_after_forward=True) for each in layers))
+            step = capture_train_step(loss_fn, model, torch.ones(2, 4), check=False)
+            graphs.append([node.target for node in step.graph.find_nodes(op="call_function", target=_ZEROS)])
+    assert graphs[0] == graphs[1]
+
+
+_ZEROS = torch.ops.aten.new_zeros.default
 
 
 def test_what_decides_no_bits_may_change() -> None:
