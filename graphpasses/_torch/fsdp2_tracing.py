@@ -25,9 +25,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 from graphpasses._torch import fsdp2, fsdp2_dtypes
+from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.fsdp2 import fsdp_groups, fsdp_states
 from graphpasses._torch.fsdp2_accumulation import unsharded_leaf
+from graphpasses._torch.storage import memories
 from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.identity import attributes_restored
 
@@ -121,9 +123,15 @@ def communication_traced(model: nn.Module) -> Iterator[Reductions]:
         stack.enter_context(mock.patch.object(_fsdp_param_group, "record_function", _nothing_recorded))
         stack.enter_context(mock.patch.object(_fsdp_param_group, "foreach_reduce", foreach_reduce))
         yield reductions
-        reductions.unsharded.update(
-            index for index, group in enumerate(groups) if group.is_unsharded and group not in reductions.ready
-        )
+        names = {id(shown): fqn for fqn, shown in model.named_parameters()}
+        for index, group in enumerate(groups):
+            if group.is_unsharded and group not in reductions.ready:
+                reductions.unsharded[index] = {
+                    names.get(id(each.unsharded_param), each._module_info.param_name): memories(
+                        [local_part(each.sharded_param), local_part(each.unsharded_param)]
+                    )
+                    for each in group.fsdp_params
+                }
         for parameter in owner:
             if getattr(getattr(parameter, "_unsharded_param", None), "grad", None) is not None:
                 raise CaptureError(
@@ -334,8 +342,9 @@ class Reductions:
     partly_reduced: dict[int, list[Tensor]] = field(default_factory=dict)
     # By group, for which parameters gradients were there each time it might have reduced.
     ready: dict[FSDPParamGroup, list[set[Tensor]]] = field(default_factory=dict)
-    # Indexes of groups that forward leaves unsharded, and no backward frees: a teacher's root.
-    unsharded: set[int] = field(default_factory=set)
+    # By index of a group that forward leaves unsharded, and no backward frees (a teacher's root): the memory of its
+    # parameters, sharded and not, by their FQNs.
+    unsharded: dict[int, dict[str, set[Any]]] = field(default_factory=dict)
 
     @property
     def late(self) -> set[Tensor]:

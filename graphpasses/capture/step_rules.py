@@ -6,7 +6,8 @@ A rule returns why a step is refused, or None. What is refused before or while a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -14,6 +15,7 @@ from torch import fx
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.operator_facts import read_tensors
 from graphpasses._torch.storage import memories
+from graphpasses.analysis.effects import written_inputs
 from graphpasses.capture.random_state import RandomCalls, find_random_fault
 from graphpasses.capture.refusals import OTHER_MEMORY, WRITE_IN_PLACE
 from graphpasses.capture.slices import is_literal
@@ -97,6 +99,23 @@ def _sparse_gradients(step: CapturedStep, _: RandomCalls) -> str | None:
                 "sparse=False"
             )
     return None
+
+
+def refuse_writes_of_unsharded(step: CapturedStep, groups: Iterable[Mapping[str, set[Any]]]) -> None:
+    """Raises if a step writes a parameter, or its shard, of a group that it leaves unsharded; ``groups`` are their
+    memory, by FQNs.
+
+    Eager goes on with the unsharded memory, whatever its shards are then; a step gathers its parameters anew.
+    """
+    kept = {each: fqn for group in groups for fqn, memory in group.items() for each in memory}
+    for node in step.graph.nodes if kept else ():
+        for each in storages(*written_inputs(node)) & kept.keys():
+            raise CaptureError(
+                f"loss_fn writes parameter {kept[each]!r}, of a fully_sharded module that it leaves unsharded, as a "
+                "forward without a backward does: eager FSDP2 reads that memory from then on, not the shards, until "
+                "it reshards. Make the module by fully_shard(..., reshard_after_forward=True), call its reshard() at "
+                "the end of loss_fn, or write it after the step and call its reshard() before"
+            )
 
 
 def _outside_tensors(step: CapturedStep, _: RandomCalls) -> str | None:

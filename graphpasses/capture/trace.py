@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -59,7 +59,7 @@ class Trace:
     marks: Marks  # where FSDP2 may keep gradients unreduced: the last outputs of the traced function
     taken: Sequence[tuple[Any, ...]]  # by which keys of the batch what ``loss_fn`` takes out of it is reached
     held: Collection[str]  # FQNs of what the user's code also read by references beside the model
-    unsharded: Collection[int]  # indexes of the FSDP2 groups that no backward frees
+    unsharded: Mapping[int, Mapping[str, set[Any]]]  # by FSDP2 group that no backward frees: memory, by FQN
     left_values: dict[str, Any]  # Python values in attributes, by FQN
     returned: Returned  # what ``loss_fn`` returns; its tensors come behind those that it leaves
 

@@ -22,7 +22,7 @@ from graphpasses.capture.dynamic_shapes import read_dynamic_shapes
 from graphpasses.capture.oracle import check_step, has_equal_bits, other_strides_of_eager, why_unchecked
 from graphpasses.capture.refusals import NowTrainedError, refuse_arguments, refuse_model
 from graphpasses.capture.step_check import check_on_batch
-from graphpasses.capture.step_rules import note_outside, outside_tensors, refuse_step
+from graphpasses.capture.step_rules import note_outside, outside_tensors, refuse_step, refuse_writes_of_unsharded
 from graphpasses.capture.trace import trace_step
 from graphpasses.capture.traced_result import read_step
 from graphpasses.capture.update import check_update, find_update, trace_update
@@ -209,6 +209,7 @@ def _capture(
         )
         # Refuse
         refuse_step(step, trace.random_calls)
+        refuse_writes_of_unsharded(step, trace.unsharded.values())
         if outside := outside_tensors(step):
             step.note(note_outside(outside))
             step.snapshot = step.snapshot.with_tensors(outside)

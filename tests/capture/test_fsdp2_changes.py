@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -16,7 +17,7 @@ from graphpasses import capture_train_step
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses._torch.fsdp2 import fsdp_groups, reshard
 from tests.capture.test_fsdp2 import captured, refused, sharded
-from tests.helpers.models import next_token_loss, token_batch
+from tests.helpers.models import make_mesh, next_token_loss, token_batch
 
 SETTINGS: dict[str, tuple[Callable[[FSDPModule], object], str]] = {
     "factor": (
@@ -151,6 +152,56 @@ def test_a_teacher_changed_while_eager_has_it_unsharded(reshards: bool, options:
             assert refused(lambda: step(*token_batch())) == OUTDATED
             reshard(fsdp_groups(teacher))
         step(*token_batch())
+
+
+def _load(teacher: nn.Module, model: nn.Module) -> None:
+    teacher.load_state_dict(model.state_dict())
+
+
+@torch.no_grad()
+def _average(teacher: nn.Module, model: nn.Module) -> None:
+    for ours, theirs in zip(teacher.parameters(), model.parameters(), strict=True):
+        ours.data.lerp_(theirs, 0.5)
+
+
+WRITTEN = (
+    "loss_fn writes parameter 'others.0.0.weight', of a fully_sharded module that it leaves unsharded, as a forward "
+    "without a backward does: eager FSDP2 reads that memory from then on, not the shards, until it reshards. Make "
+    "the module by fully_shard(..., reshard_after_forward=True), call its reshard() at the end of loss_fn, or write "
+    "it after the step and call its reshard() before"
+)
+
+
+@pytest.mark.parametrize("write", [_load, _average])
+@pytest.mark.parametrize("comes", ["before", "after"])
+def test_a_teacher_that_loss_fn_writes_and_leaves_unsharded(comes: str, write: Callable[..., None]) -> None:
+    """Its shards were written, or what was gathered of them, which is eager's teacher from then on."""
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if comes == "before":
+            write(teacher, model)
+        with torch.no_grad():
+            target = teacher(x)
+        loss = (model(x) - target).square().mean()
+        if comes == "after":
+            write(teacher, model)
+        if ends_sharded:
+            teacher.reshard()
+        return loss
+
+    with fake_process_group(4):
+        for reshards, ends_sharded in [(True, False), (False, True), (False, False)]:
+            models = nn.Sequential(nn.Linear(4, 8)), nn.Sequential(nn.Linear(4, 8))
+            model, teacher = (
+                fully_shard(each, mesh=make_mesh(), reshard_after_forward=reshards or None) for each in models
+            )
+            teacher.requires_grad_(False)
+            call = partial(capture_train_step, loss_fn, model, torch.ones(2, 4), others=(teacher,))
+            # load_state_dict shards the teacher by itself.
+            if reshards or ends_sharded or (comes, write) == ("after", _load):
+                call()
+            else:
+                assert refused(call) == WRITTEN
 
 
 def test_a_state_that_loss_fn_loads_is_no_other_memory() -> None:
