@@ -78,12 +78,13 @@ def prepare_for_tracing(model: nn.Module) -> None:
 
 
 @contextmanager
-def communication_traced(model: nn.Module) -> Iterator[Reductions]:
+def communication_traced(model: nn.Module, *, copies: bool = False) -> Iterator[Reductions]:
     """Replaces a prepared model's gathers and reductions by functional collectives, which a tracer can record.
 
     Inside, each parameter that FSDP2 manages is gathered once, when its group first runs forward, and becomes one
     autograd leaf; ``loss.backward()`` reduces the gradients of each group, packed, when FSDP2 would, and fills what
-    is yielded. Raises after the block if a gradient is left that eager FSDP2 would not reduce either.
+    is yielded. Raises after the block if a gradient is left that eager FSDP2 would not reduce either. If it
+    ``copies``, what the one shard of a parameter is gathered into is other memory, as in eager.
     """
     groups = fsdp_groups(model)
     reductions = Reductions()
@@ -105,7 +106,7 @@ def communication_traced(model: nn.Module) -> Iterator[Reductions]:
         for group in groups:
             vars(group).update(
                 unshard=lambda async_op=False: None,
-                wait_for_unshard=partial(_unshard, group),
+                wait_for_unshard=partial(_unshard, group, copies),
                 reshard=partial(_reshard, group),
                 post_backward=partial(post_backward_seen, group, reductions),
             )
@@ -174,9 +175,9 @@ def fsdp2_state_restored(model: nn.Module) -> AbstractContextManager[None]:
     return attributes_restored([*states, *contexts, *groups, *parameters])
 
 
-def _unshard(group: FSDPParamGroup) -> None:
+def _unshard(group: FSDPParamGroup, copies: bool) -> None:
     if not hasattr(group.fsdp_params[0], "_unsharded_param"):
-        _gather(group)
+        _gather(group, copies)
     group._to_unsharded()  # type: ignore[no-untyped-call]
 
 
@@ -195,13 +196,13 @@ def _reset_sharded(parameter: FSDPParam) -> None:
 
 
 @torch.no_grad()
-def _gather(group: FSDPParamGroup) -> None:
+def _gather(group: FSDPParamGroup, copies: bool) -> None:
     """Makes each parameter's unsharded leaf. Source: ``foreach_all_gather`` of FSDP2's ``_fsdp_collectives.py``."""
     num_shards = fsdp2.num_shards(group)
     shards = [_padded_shard(parameter, num_shards) for parameter in group.fsdp_params]
     process_group = group._all_gather_process_group if num_shards > 1 else None
     if process_group is None:
-        wholes = shards
+        wholes = [shard.clone() for shard in shards] if copies else shards
     elif len(shards) == 1:
         wholes = [_all_gather(shards[0], process_group)]
     else:

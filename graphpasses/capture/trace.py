@@ -74,13 +74,15 @@ def trace_step(
     varying: Varying,
     counted: Counted,
     strides: Strides,
+    copies: bool,
 ) -> Trace:
     """Traces forward, loss and backward on fake tensors, and leaves the model as it was.
 
     The traced function returns the loss, one gradient, or None, for each trainable name of a parameter, what it
     leaves in modules, and what else ``loss_fn`` returns. It records the operators that are called if ``is_recorded``;
     ``varying`` are the dims of the batch whose sizes may vary, ``counted`` the attributes that are inputs, behind the
-    batch, ``strides`` those of eager's results, if known.
+    batch, ``strides`` those of eager's results, if known. Whether a shard that is alone ``copies``, see
+    :func:`communication_traced`.
     """
     identity, keeps_casts = IdentityMap.of(model), torch.is_autocast_cache_enabled()
     state = dict(named_state(model))
@@ -126,7 +128,7 @@ def trace_step(
             refusals.assigned_memory(model, given) as assigned,
             refusals.gradients_refused(model),
             refusals.texts_refused(),
-            communication_traced(model) as reductions,
+            communication_traced(model, copies=copies) as reductions,
             held_traced(state, dict(named_state(model)), held),
         ):
             counted.give(model, numbers)

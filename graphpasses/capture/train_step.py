@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from graphpasses._torch.fake_mode import fake_copies
 from graphpasses._torch.fsdp2 import fsdp_groups, own_reduction, reshard
 from graphpasses._torch.fsdp2_accumulation import accumulation_set_aside
+from graphpasses._torch.fsdp2_parameters import one_shard_parameters
 from graphpasses._torch.fsdp2_tracing import prepare_for_tracing
 from graphpasses._torch.operator_recorder import recording_paused
 from graphpasses._torch.strides_of_eager import Strides
@@ -147,15 +148,17 @@ def _capture(
     traced_everywhere: Callable[[], None] = lambda: None,
     strides: Strides | None = None,
     counted: Counted = NONE_COUNTED,
+    copies: bool = False,
 ) -> CapturedStep:
     """Captures a step that reduces all gradients of its own batch, whatever FSDP2 keeps or is to keep now.
 
     ``traced_everywhere`` is called before the ranks run anything together. A step that eager does not confirm is
     traced again with the ``strides`` of what eager computes: torch's fake kernels get those of some operators wrong.
+    So is one that writes a parameter which FSDP2 gathers of one shard, which is a view of it unless it ``copies``.
     """
     again = partial(_capture, loss_fn, model, *batch, optimizers=optimizers, clip_norm=clip_norm)
     again = partial(again, dynamic_shapes=dynamic_shapes, check=check, traced_everywhere=traced_everywhere)
-    again = partial(again, strides=strides, counted=counted)
+    again = partial(again, strides=strides, counted=counted, copies=copies)
     with accumulation_set_aside(model), stages_shown(), recording_paused():
         # Look
         refuse_model(model)
@@ -176,7 +179,7 @@ def _capture(
         stage("traces loss_fn and its backward")
         with paused_gc():
             traced = partial(trace_step, loss_fn, model, structure, leaves, varying=varying, counted=counted)
-            traced = partial(traced, strides=strides or {})
+            traced = partial(traced, strides=strides or {}, copies=copies)
             try:
                 trace = traced(is_recorded=unchecked is None)
             except NowTrainedError as error:
@@ -207,6 +210,8 @@ def _capture(
             ),
             checker=partial(check_on_batch, loss_fn),
         )
+        if not copies and step.written & one_shard_parameters(model):
+            return again(copies=True)
         # Refuse
         refuse_step(step, trace.random_calls)
         refuse_writes_of_unsharded(step, trace.unsharded.values())

@@ -16,6 +16,7 @@ from torch.distributed.tensor import init_device_mesh
 from graphpasses import capture_train_step
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses._torch.fsdp2 import fsdp_groups, reshard
+from graphpasses.passes import default_pipeline
 from tests.capture.test_fsdp2 import captured, refused, sharded
 from tests.helpers.models import make_mesh, next_token_loss, token_batch
 
@@ -225,6 +226,33 @@ def test_a_state_that_loss_fn_loads_is_no_other_memory() -> None:
 
 
 _ZEROS = torch.ops.aten.new_zeros.default
+
+
+def test_what_forward_writes_into_the_one_shard() -> None:
+    """Eager gathers a shard that is alone into other memory, too, and frees what is written there."""
+    x = torch.arange(6)
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x).square().mean()
+        return loss
+
+    with fake_process_group(1):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(6, 4, max_norm=0.5), nn.Linear(4, 2))
+        fully_shard(model, mesh=make_mesh(1))
+        before = [each.to_local().clone() for each in model.parameters()]
+        step = default_pipeline().run(capture_train_step(loss_fn, model, x))
+        losses, gradients = [], []
+        for call in (step, partial(loss_fn, model)):
+            loss = call(x)
+            if loss.requires_grad:
+                loss.backward()
+            losses.append(loss.detach())
+            gradients.append([each.grad.to_local().clone() for each in model.parameters()])
+            model.zero_grad()
+            assert all(map(torch.equal, before, (each.to_local() for each in model.parameters())))
+    assert torch.equal(*losses)
+    assert all(map(torch.equal, *gradients))
 
 
 def test_what_decides_no_bits_may_change() -> None:
