@@ -127,12 +127,11 @@ def communication_traced(model: nn.Module, *, copies: bool = False) -> Iterator[
         names = {id(shown): fqn for fqn, shown in model.named_parameters()}
         for index, group in enumerate(groups):
             if group.is_unsharded and group not in reductions.ready:
-                reductions.unsharded[index] = {
-                    names.get(id(each.unsharded_param), each._module_info.param_name): memories(
-                        [local_part(each.sharded_param), local_part(each.unsharded_param)]
-                    )
-                    for each in group.fsdp_params
-                }
+                reductions.unsharded.add(index)
+            for each in group.fsdp_params:
+                shown = [each.sharded_param, *([each._unsharded_param] if hasattr(each, "_unsharded_param") else ())]
+                fqn = next((names[id(one)] for one in shown if id(one) in names), each._module_info.param_name)
+                reductions.memory[fqn] = index, memories([*map(local_part, shown)])
         for parameter in owner:
             if getattr(getattr(parameter, "_unsharded_param", None), "grad", None) is not None:
                 raise CaptureError(
@@ -343,9 +342,10 @@ class Reductions:
     partly_reduced: dict[int, list[Tensor]] = field(default_factory=dict)
     # By group, for which parameters gradients were there each time it might have reduced.
     ready: dict[FSDPParamGroup, list[set[Tensor]]] = field(default_factory=dict)
-    # By index of a group that forward leaves unsharded, and no backward frees (a teacher's root): the memory of its
-    # parameters, sharded and not, by their FQNs.
-    unsharded: dict[int, dict[str, set[Any]]] = field(default_factory=dict)
+    # Indexes of groups that forward leaves unsharded, and no backward frees: a teacher's root.
+    unsharded: set[int] = field(default_factory=set)
+    # By FQN of a parameter the index of its group, and its memory, sharded and not.
+    memory: dict[str, tuple[int, set[Any]]] = field(default_factory=dict)
 
     @property
     def late(self) -> set[Tensor]:

@@ -6,7 +6,7 @@ A rule returns why a step is refused, or None. What is refused before or while a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -101,21 +101,17 @@ def _sparse_gradients(step: CapturedStep, _: RandomCalls) -> str | None:
     return None
 
 
-def refuse_writes_of_unsharded(step: CapturedStep, groups: Iterable[Mapping[str, set[Any]]]) -> None:
-    """Raises if a step writes a parameter, or its shard, of a group that it leaves unsharded; ``groups`` are their
-    memory, by FQNs.
+def find_written_groups(step: CapturedStep, memory: Mapping[str, tuple[int, set[Any]]]) -> dict[int, str]:
+    """Returns by index each FSDP2 group of which a step writes a parameter, or its shard, and its FQN.
 
-    Eager goes on with the unsharded memory, whatever its shards are then; a step gathers its parameters anew.
+    ``memory`` is that of parameters, and the index of their group, by FQNs.
     """
-    kept = {each: fqn for group in groups for fqn, memory in group.items() for each in memory}
-    for node in step.graph.nodes if kept else ():
-        for each in storages(*written_inputs(node)) & kept.keys():
-            raise CaptureError(
-                f"loss_fn writes parameter {kept[each]!r}, of a fully_sharded module that it leaves unsharded, as a "
-                "forward without a backward does: eager FSDP2 reads that memory from then on, not the shards, until "
-                "it reshards. Make the module by fully_shard(..., reshard_after_forward=True), call its reshard() at "
-                "the end of loss_fn, or write it after the step and call its reshard() before"
-            )
+    owner = {each: (index, fqn) for fqn, (index, held) in memory.items() for each in held}
+    written: dict[int, str] = {}
+    for node in step.graph.nodes if owner else ():
+        for index, fqn in (owner[each] for each in storages(*written_inputs(node)) & owner.keys()):
+            written.setdefault(index, fqn)
+    return written
 
 
 def _outside_tensors(step: CapturedStep, _: RandomCalls) -> str | None:

@@ -59,7 +59,8 @@ class Trace:
     marks: Marks  # where FSDP2 may keep gradients unreduced: the last outputs of the traced function
     taken: Sequence[tuple[Any, ...]]  # by which keys of the batch what ``loss_fn`` takes out of it is reached
     held: Collection[str]  # FQNs of what the user's code also read by references beside the model
-    unsharded: Mapping[int, Mapping[str, set[Any]]]  # by FSDP2 group that no backward frees: memory, by FQN
+    unsharded: Collection[int]  # indexes of the FSDP2 groups that no backward frees
+    memory: Mapping[str, tuple[int, set[Any]]]  # of parameters that FSDP2 gathers, and their groups, by FQN
     left_values: dict[str, Any]  # Python values in attributes, by FQN
     returned: Returned  # what ``loss_fn`` returns; its tensors come behind those that it leaves
 
@@ -190,7 +191,8 @@ def trace_step(
         marks, marked = Marks.of(named, reductions)
         left, values = left_tensors.find(reads.has_read)
         left_values.update(values)
-        found.update(marks=marks, taken=taken, unsharded=reductions.unsharded, returned=returned)
+        found.update(marks=marks, taken=taken, returned=returned)
+        found.update(unsharded=reductions.unsharded, memory=reductions.memory)
         found["left"] = [GraphOutput(OutputKind.LEFT, fqn) for fqn in left]
         found["left"] += [GraphOutput(OutputKind.MEMORY, fqn) for fqn in assigned]
         in_model = *left.values(), *assigned.values()

@@ -23,7 +23,7 @@ from graphpasses.capture.dynamic_shapes import read_dynamic_shapes
 from graphpasses.capture.oracle import check_step, has_equal_bits, other_strides_of_eager, why_unchecked
 from graphpasses.capture.refusals import NowTrainedError, refuse_arguments, refuse_model
 from graphpasses.capture.step_check import check_on_batch
-from graphpasses.capture.step_rules import note_outside, outside_tensors, refuse_step, refuse_writes_of_unsharded
+from graphpasses.capture.step_rules import find_written_groups, note_outside, outside_tensors, refuse_step
 from graphpasses.capture.trace import trace_step
 from graphpasses.capture.traced_result import read_step
 from graphpasses.capture.update import check_update, find_update, trace_update
@@ -39,6 +39,7 @@ from graphpasses.graph.launches import launches_as_traced
 from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.recapture import FailedElsewhereError
 from graphpasses.graph.several_models import with_others
+from graphpasses.graph.unsharded import check_written_groups
 from graphpasses.progress import stage, stages_shown
 from graphpasses.state.counted import NONE_COUNTED, Counted, CountedError
 from graphpasses.state.kept_tensors import refuse_kept_tensors
@@ -214,7 +215,8 @@ def _capture(
             return again(copies=True)
         # Refuse
         refuse_step(step, trace.random_calls)
-        refuse_writes_of_unsharded(step, trace.unsharded.values())
+        step.written_groups = find_written_groups(step, trace.memory)
+        check_written_groups(step.written_groups, step.left_unsharded)
         if outside := outside_tensors(step):
             step.note(note_outside(outside))
             step.snapshot = step.snapshot.with_tensors(outside)

@@ -51,6 +51,7 @@ class CapturedStep(TrainGraph):
         cuts: where FSDP2 may keep gradients unreduced, for a later step; None where that is not known.
         checker: compares a step with eager on a batch; None where there is no ``loss_fn``.
         left_unsharded: indexes of the FSDP2 groups that eager leaves unsharded, as a teacher's root, and so a call.
+        written_groups: by index, FSDP2 groups of which the step writes a parameter, and its FQN.
         left_values: Python values that forward sets attributes to, by FQN, and so does a call.
         counted: numbers in attributes that forward changes at each call: inputs of the graph, behind the batch.
         returned: what a call returns beside the loss.
@@ -78,6 +79,7 @@ class CapturedStep(TrainGraph):
     cuts: Cuts | None = None
     checker: Callable[[CapturedStep, Sequence[Any]], None] | None = None
     left_unsharded: frozenset[int] = frozenset()
+    written_groups: Mapping[int, str] = field(default_factory=dict)
     left_values: dict[str, Any] = field(default_factory=dict)
     counted: Counted = field(default_factory=Counted)
     returned: Returned = field(default_factory=Returned)
@@ -209,10 +211,9 @@ class CapturedStep(TrainGraph):
 
     def _staying(self) -> frozenset[int]:
         """Returns the groups that eager leaves unsharded after a step."""
+        kept = self._unsharded.kept(self.written_groups)
         if self.waits:  # another step follows before the parameters change
             return self.left_unsharded
-        groups = enumerate(self._unsharded.groups)
-        kept = {index for index, group in groups if not group.reshard_after_backward}
         if kept and self.update is not None and self.update.clip_norm is not None:
             raise CaptureError(
                 "set_reshard_after_backward(False) leaves parameters unsharded after backward, of which eager's "

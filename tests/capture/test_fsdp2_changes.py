@@ -166,10 +166,11 @@ def _average(teacher: nn.Module, model: nn.Module) -> None:
 
 
 WRITTEN = (
-    "loss_fn writes parameter 'others.0.0.weight', of a fully_sharded module that it leaves unsharded, as a forward "
-    "without a backward does: eager FSDP2 reads that memory from then on, not the shards, until it reshards. Make "
-    "the module by fully_shard(..., reshard_after_forward=True), call its reshard() at the end of loss_fn, or write "
-    "it after the step and call its reshard() before"
+    "loss_fn writes parameter {!r}, of a fully_sharded module that it leaves unsharded, as a forward without a "
+    "backward does, or set_reshard_after_backward(False): eager FSDP2 reads that memory from then on, not the "
+    "shards, until it reshards. Let the step do so, by fully_shard(..., reshard_after_forward=True), by reshard() "
+    "at the end of loss_fn, or by set_reshard_after_backward(True); or write it after the step, and call its "
+    "reshard() before"
 )
 
 
@@ -202,7 +203,34 @@ def test_a_teacher_that_loss_fn_writes_and_leaves_unsharded(comes: str, write: C
             if reshards or ends_sharded or (comes, write) == ("after", _load):
                 call()
             else:
-                assert refused(call) == WRITTEN
+                assert refused(call) == WRITTEN.format("others.0.0.weight")
+
+
+def test_a_weight_that_forward_writes_and_backward_leaves_unsharded() -> None:
+    def loss_fn(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x).square().mean()
+        return loss
+
+    class Decays(nn.Linear):
+        @torch.no_grad()
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.weight.mul_(0.9)
+            with torch.enable_grad():
+                return super().forward(x)
+
+    with fake_process_group(4):
+        model = nn.Sequential(Decays(4, 8), nn.Linear(8, 8))
+        for each in (model[1], model):
+            fully_shard(each, mesh=make_mesh())
+        step = capture_train_step(loss_fn, model, torch.ones(2, 4))
+        step(torch.ones(2, 4))  # what is written is freed: near miss
+        assert isinstance(model, FSDPModule)
+        assert isinstance(model[1], FSDPModule)
+        model[1].set_reshard_after_backward(False)  # another group than that of the weight: near miss
+        step(torch.ones(2, 4))
+        model.set_reshard_after_backward(False)
+        assert refused(lambda: step(torch.ones(2, 4))) == WRITTEN.format("0.weight")
+        assert refused(lambda: step.accumulate(torch.ones(2, 4))) == WRITTEN.format("0.weight")
 
 
 def test_a_state_that_loss_fn_loads_is_no_other_memory() -> None:
