@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from graphpasses._torch.dtensor import local_part
-from graphpasses._torch.fsdp2 import fsdp_groups, replicate_group, shard_group, unshard
+from graphpasses._torch.fsdp2 import fsdp_groups, num_shards, replicate_group, shard_group, unshard
 from graphpasses._torch.group_ranks import group_ranks
 from graphpasses.identity import IdentityMap, same_bits, walk_modules
 
@@ -65,6 +65,13 @@ def find_outdated(groups: Iterable[FSDPParamGroup]) -> str | None:
             if not _is_up_to_date(parameter, shard_group(group)):
                 return parameter._param_fqn or parameter._module_info.param_name
     return None
+
+
+def one_shard_parameters(model: nn.Module) -> set[str]:
+    """Returns the FQNs of parameters that FSDP2 gathers of one shard, which is all of them."""
+    alone = (group for group in fsdp_groups(model) if num_shards(group) == 1)
+    parameters = {id(each.sharded_param) for group in alone for each in group.fsdp_params}
+    return {fqn for fqn, each in model.named_parameters(remove_duplicate=False) if id(each) in parameters}
 
 
 def find_set_unsharded(groups: Iterable[FSDPParamGroup]) -> str | None:

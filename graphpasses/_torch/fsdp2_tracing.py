@@ -25,9 +25,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 from graphpasses._torch import fsdp2, fsdp2_dtypes
+from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.fsdp2 import fsdp_groups, fsdp_states
 from graphpasses._torch.fsdp2_accumulation import unsharded_leaf
+from graphpasses._torch.storage import memories
 from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.identity import attributes_restored
 
@@ -76,12 +78,13 @@ def prepare_for_tracing(model: nn.Module) -> None:
 
 
 @contextmanager
-def communication_traced(model: nn.Module) -> Iterator[Reductions]:
+def communication_traced(model: nn.Module, *, copies: bool = False) -> Iterator[Reductions]:
     """Replaces a prepared model's gathers and reductions by functional collectives, which a tracer can record.
 
     Inside, each parameter that FSDP2 manages is gathered once, when its group first runs forward, and becomes one
     autograd leaf; ``loss.backward()`` reduces the gradients of each group, packed, when FSDP2 would, and fills what
-    is yielded. Raises after the block if a gradient is left that eager FSDP2 would not reduce either.
+    is yielded. Raises after the block if a gradient is left that eager FSDP2 would not reduce either. If it
+    ``copies``, what the one shard of a parameter is gathered into is other memory, as in eager.
     """
     groups = fsdp_groups(model)
     reductions = Reductions()
@@ -103,12 +106,13 @@ def communication_traced(model: nn.Module) -> Iterator[Reductions]:
         for group in groups:
             vars(group).update(
                 unshard=lambda async_op=False: None,
-                wait_for_unshard=partial(_unshard, group),
+                wait_for_unshard=partial(_unshard, group, copies),
                 reshard=partial(_reshard, group),
                 post_backward=partial(post_backward_seen, group, reductions),
             )
             for parameter in group.fsdp_params:
                 vars(parameter)["_get_grad_inner_tensor"] = partial(marked_gradient, parameter, reductions)
+                vars(parameter)["reset_sharded_param"] = partial(_reset_sharded, parameter)
                 info = parameter._module_info
                 parameter.sharded_param = cast(nn.Parameter, info.module._parameters[info.param_name])
                 parameter.all_gather_outputs = []
@@ -120,9 +124,14 @@ def communication_traced(model: nn.Module) -> Iterator[Reductions]:
         stack.enter_context(mock.patch.object(_fsdp_param_group, "record_function", _nothing_recorded))
         stack.enter_context(mock.patch.object(_fsdp_param_group, "foreach_reduce", foreach_reduce))
         yield reductions
-        reductions.unsharded.update(
-            index for index, group in enumerate(groups) if group.is_unsharded and group not in reductions.ready
-        )
+        names = {id(shown): fqn for fqn, shown in model.named_parameters()}
+        for index, group in enumerate(groups):
+            if group.is_unsharded and group not in reductions.ready:
+                reductions.unsharded.add(index)
+            for each in group.fsdp_params:
+                shown = [each.sharded_param, *([each._unsharded_param] if hasattr(each, "_unsharded_param") else ())]
+                fqn = next((names[id(one)] for one in shown if id(one) in names), each._module_info.param_name)
+                reductions.memory[fqn] = index, memories([*map(local_part, shown)])
         for parameter in owner:
             if getattr(getattr(parameter, "_unsharded_param", None), "grad", None) is not None:
                 raise CaptureError(
@@ -165,9 +174,9 @@ def fsdp2_state_restored(model: nn.Module) -> AbstractContextManager[None]:
     return attributes_restored([*states, *contexts, *groups, *parameters])
 
 
-def _unshard(group: FSDPParamGroup) -> None:
+def _unshard(group: FSDPParamGroup, copies: bool) -> None:
     if not hasattr(group.fsdp_params[0], "_unsharded_param"):
-        _gather(group)
+        _gather(group, copies)
     group._to_unsharded()  # type: ignore[no-untyped-call]
 
 
@@ -178,14 +187,21 @@ def _reshard(group: FSDPParamGroup) -> None:
         group._to_sharded()  # type: ignore[no-untyped-call]
 
 
+def _reset_sharded(parameter: FSDPParam) -> None:
+    """Asks whether a parameter was replaced by what it is, not by its memory: fake tensors have no address."""
+    info = parameter._module_info
+    if getattr(info.module, info.param_name) is not parameter.sharded_param:
+        type(parameter).reset_sharded_param(parameter)  # type: ignore[no-untyped-call]
+
+
 @torch.no_grad()
-def _gather(group: FSDPParamGroup) -> None:
+def _gather(group: FSDPParamGroup, copies: bool) -> None:
     """Makes each parameter's unsharded leaf. Source: ``foreach_all_gather`` of FSDP2's ``_fsdp_collectives.py``."""
     num_shards = fsdp2.num_shards(group)
     shards = [_padded_shard(parameter, num_shards) for parameter in group.fsdp_params]
     process_group = group._all_gather_process_group if num_shards > 1 else None
     if process_group is None:
-        wholes = shards
+        wholes = [shard.clone() for shard in shards] if copies else shards
     elif len(shards) == 1:
         wholes = [_all_gather(shards[0], process_group)]
     else:
@@ -328,6 +344,8 @@ class Reductions:
     ready: dict[FSDPParamGroup, list[set[Tensor]]] = field(default_factory=dict)
     # Indexes of groups that forward leaves unsharded, and no backward frees: a teacher's root.
     unsharded: set[int] = field(default_factory=set)
+    # By FQN of a parameter the index of its group, and its memory, sharded and not.
+    memory: dict[str, tuple[int, set[Any]]] = field(default_factory=dict)
 
     @property
     def late(self) -> set[Tensor]:

@@ -6,7 +6,8 @@ A rule returns why a step is refused, or None. What is refused before or while a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -14,6 +15,7 @@ from torch import fx
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.operator_facts import read_tensors
 from graphpasses._torch.storage import memories
+from graphpasses.analysis.effects import written_inputs
 from graphpasses.capture.random_state import RandomCalls, find_random_fault
 from graphpasses.capture.refusals import OTHER_MEMORY, WRITE_IN_PLACE
 from graphpasses.capture.slices import is_literal
@@ -97,6 +99,19 @@ def _sparse_gradients(step: CapturedStep, _: RandomCalls) -> str | None:
                 "sparse=False"
             )
     return None
+
+
+def find_written_groups(step: CapturedStep, memory: Mapping[str, tuple[int, set[Any]]]) -> dict[int, str]:
+    """Returns by index each FSDP2 group of which a step writes a parameter, or its shard, and its FQN.
+
+    ``memory`` is that of parameters, and the index of their group, by FQNs.
+    """
+    owner = {each: (index, fqn) for fqn, (index, held) in memory.items() for each in held}
+    written: dict[int, str] = {}
+    for node in step.graph.nodes if owner else ():
+        for index, fqn in (owner[each] for each in storages(*written_inputs(node)) & owner.keys()):
+            written.setdefault(index, fqn)
+    return written
 
 
 def _outside_tensors(step: CapturedStep, _: RandomCalls) -> str | None:

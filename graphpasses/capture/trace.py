@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +67,7 @@ class Trace:
     taken: Sequence[tuple[Any, ...]]  # by which keys of the batch what ``loss_fn`` takes out of it is reached
     held: Collection[str]  # FQNs of what the user's code also read by references beside the model
     unsharded: Collection[int]  # indexes of the FSDP2 groups that no backward frees
+    memory: Mapping[str, tuple[int, set[Any]]]  # of parameters that FSDP2 gathers, and their groups, by FQN
     left_values: Left  # Python values in attributes, and what is left elsewhere
     returned: Returned  # what ``loss_fn`` returns; its tensors come behind those that it leaves
 
@@ -81,13 +82,15 @@ def trace_step(
     varying: Varying,
     counted: Counted,
     strides: Strides,
+    copies: bool,
 ) -> Trace:
     """Traces forward, loss and backward on fake tensors, and leaves the model as it was.
 
     The traced function returns the loss, one gradient, or None, for each trainable name of a parameter, what it
     leaves in modules, and what else ``loss_fn`` returns. It records the operators that are called if ``is_recorded``;
     ``varying`` are the dims of the batch whose sizes may vary, ``counted`` the attributes that are inputs, behind the
-    batch, ``strides`` those of eager's results, if known.
+    batch, ``strides`` those of eager's results, if known. Whether a shard that is alone ``copies``, see
+    :func:`communication_traced`.
     """
     identity, keeps_casts = IdentityMap.of(model), torch.is_autocast_cache_enabled()
     state = dict(named_state(model))
@@ -133,7 +136,7 @@ def trace_step(
             refusals.assigned_memory(model, given) as assigned,
             refusals.gradients_refused(model),
             refusals.texts_refused(),
-            communication_traced(model) as reductions,
+            communication_traced(model, copies=copies) as reductions,
             held_traced(state, dict(named_state(model)), held),
         ):
             counted.give(model, numbers)
@@ -198,7 +201,8 @@ def trace_step(
         left |= put
         elsewhere.values.update(values)
         all_left.append(elsewhere)
-        found.update(marks=marks, taken=taken, unsharded=reductions.unsharded, returned=returned)
+        found.update(marks=marks, taken=taken, returned=returned)
+        found.update(unsharded=reductions.unsharded, memory=reductions.memory)
         found["left"] = [GraphOutput(OutputKind.LEFT, fqn) for fqn in left]
         found["left"] += [GraphOutput(OutputKind.MEMORY, fqn) for fqn in assigned]
         in_model = *left.values(), *assigned.values()

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from graphpasses._torch.fake_mode import fake_copies
 from graphpasses._torch.fsdp2 import fsdp_groups, own_reduction, reshard
 from graphpasses._torch.fsdp2_accumulation import accumulation_set_aside
+from graphpasses._torch.fsdp2_parameters import one_shard_parameters
 from graphpasses._torch.fsdp2_tracing import prepare_for_tracing
 from graphpasses._torch.operator_recorder import recording_paused
 from graphpasses._torch.strides_of_eager import Strides
@@ -22,7 +23,7 @@ from graphpasses.capture.dynamic_shapes import read_dynamic_shapes
 from graphpasses.capture.oracle import check_step, has_equal_bits, other_strides_of_eager, why_unchecked
 from graphpasses.capture.refusals import NowTrainedError, refuse_arguments, refuse_model
 from graphpasses.capture.step_check import check_on_batch
-from graphpasses.capture.step_rules import note_outside, outside_tensors, refuse_step
+from graphpasses.capture.step_rules import find_written_groups, note_outside, outside_tensors, refuse_step
 from graphpasses.capture.trace import trace_step
 from graphpasses.capture.traced_result import read_step
 from graphpasses.capture.update import check_update, find_update, trace_update
@@ -38,6 +39,7 @@ from graphpasses.graph.launches import launches_as_traced
 from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.recapture import FailedElsewhereError
 from graphpasses.graph.several_models import with_others
+from graphpasses.graph.unsharded import check_written_groups
 from graphpasses.progress import stage, stages_shown
 from graphpasses.state.counted import NONE_COUNTED, Counted, CountedError
 from graphpasses.state.kept_tensors import refuse_kept_tensors
@@ -147,15 +149,17 @@ def _capture(
     traced_everywhere: Callable[[], None] = lambda: None,
     strides: Strides | None = None,
     counted: Counted = NONE_COUNTED,
+    copies: bool = False,
 ) -> CapturedStep:
     """Captures a step that reduces all gradients of its own batch, whatever FSDP2 keeps or is to keep now.
 
     ``traced_everywhere`` is called before the ranks run anything together. A step that eager does not confirm is
     traced again with the ``strides`` of what eager computes: torch's fake kernels get those of some operators wrong.
+    So is one that writes a parameter which FSDP2 gathers of one shard, which is a view of it unless it ``copies``.
     """
     again = partial(_capture, loss_fn, model, *batch, optimizers=optimizers, clip_norm=clip_norm)
     again = partial(again, dynamic_shapes=dynamic_shapes, check=check, traced_everywhere=traced_everywhere)
-    again = partial(again, strides=strides, counted=counted)
+    again = partial(again, strides=strides, counted=counted, copies=copies)
     with accumulation_set_aside(model), stages_shown(), recording_paused():
         # Look
         refuse_model(model)
@@ -176,7 +180,7 @@ def _capture(
         stage("traces loss_fn and its backward")
         with paused_gc():
             traced = partial(trace_step, loss_fn, model, structure, leaves, varying=varying, counted=counted)
-            traced = partial(traced, strides=strides or {})
+            traced = partial(traced, strides=strides or {}, copies=copies)
             try:
                 trace = traced(is_recorded=unchecked is None)
             except NowTrainedError as error:
@@ -207,8 +211,12 @@ def _capture(
             ),
             checker=partial(check_on_batch, loss_fn),
         )
+        if not copies and step.written & one_shard_parameters(model):
+            return again(copies=True)
         # Refuse
         refuse_step(step, trace.random_calls)
+        step.written_groups = find_written_groups(step, trace.memory)
+        check_written_groups(step.written_groups, step.left_unsharded)
         if outside := outside_tensors(step):
             step.note(note_outside(outside))
             step.snapshot = step.snapshot.with_tensors(outside)

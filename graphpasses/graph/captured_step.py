@@ -52,6 +52,7 @@ class CapturedStep(TrainGraph):
         checker: compares a step with eager on a batch; None where there is no ``loss_fn``.
         left_unsharded: indexes of the FSDP2 groups that eager leaves unsharded, as a teacher's root, and so a call.
         left_values: what forward leaves beside tensors in attributes of modules, and so does a call.
+        written_groups: by index, FSDP2 groups of which the step writes a parameter, and its FQN.
         counted: numbers in attributes that forward changes at each call: inputs of the graph, behind the batch.
         returned: what a call returns beside the loss.
         check_every: of how many calls one is checked first; ``"sparse"`` for calls 10, 100, 1,000, …; None for none.
@@ -78,6 +79,7 @@ class CapturedStep(TrainGraph):
     cuts: Cuts | None = None
     checker: Callable[[CapturedStep, Sequence[Any]], None] | None = None
     left_unsharded: frozenset[int] = frozenset()
+    written_groups: Mapping[int, str] = field(default_factory=dict)
     left_values: Left = field(default_factory=Left)
     counted: Counted = field(default_factory=Counted)
     returned: Returned = field(default_factory=Returned)
@@ -197,9 +199,8 @@ class CapturedStep(TrainGraph):
         if step is not first:
             tensors, leaves = step.snapshot.check(self.model), [*given, *step.counted.read(self.model)]
         step = step.cut_steps.fitting(step, waiting)
-        is_updatable = step.update is None or step.update.check(
-            step.snapshot.structure.named(tensors, step.parameters)
-        )
+        structure = step.snapshot.structure
+        is_updatable = step.update is None or step.update.check(structure.named(tensors, step.parameters))
         self._unsharded.unshard(staying | step.left_unsharded)
         returned = step.run_unchecked(tensors, leaves, pending, is_updatable=is_updatable)
         self.cut_steps.accumulators.clear(pending)
@@ -209,10 +210,9 @@ class CapturedStep(TrainGraph):
 
     def _staying(self) -> frozenset[int]:
         """Returns the groups that eager leaves unsharded after a step."""
+        kept = self._unsharded.kept(self.written_groups)
         if self.waits:  # another step follows before the parameters change
             return self.left_unsharded
-        groups = enumerate(self._unsharded.groups)
-        kept = {index for index, group in groups if not group.reshard_after_backward}
         if kept and self.update is not None and self.update.clip_norm is not None:
             raise CaptureError(
                 "set_reshard_after_backward(False) leaves parameters unsharded after backward, of which eager's "

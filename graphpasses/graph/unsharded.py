@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,18 @@ from graphpasses._torch.fsdp2 import fsdp_groups, reshard, set_aside, take_back,
 from graphpasses.errors import CaptureError
 from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.state.snapshot import check_unsharded
+
+
+def check_written_groups(written: Mapping[int, str], unsharded: Collection[int]) -> None:
+    """Raises if one of the groups that a step writes, by index the FQN of a parameter, is left unsharded by eager."""
+    for index in sorted(written.keys() & unsharded):
+        raise CaptureError(
+            f"loss_fn writes parameter {written[index]!r}, of a fully_sharded module that it leaves unsharded, as a "
+            "forward without a backward does, or set_reshard_after_backward(False): eager FSDP2 reads that memory "
+            "from then on, not the shards, until it reshards. Let the step do so, by fully_shard(..., "
+            "reshard_after_forward=True), by reshard() at the end of loss_fn, or by set_reshard_after_backward(True)"
+            "; or write it after the step, and call its reshard() before"
+        )
 
 
 class Unsharded:
@@ -30,6 +42,12 @@ class Unsharded:
     def left(self) -> frozenset[int]:
         """Those that are unsharded now."""
         return frozenset(index for index, group in enumerate(self.groups) if group.is_unsharded)
+
+    def kept(self, written: Mapping[int, str]) -> frozenset[int]:
+        """Returns those that backward leaves unsharded; raises if a step has ``written`` one."""
+        kept = frozenset(index for index, group in enumerate(self.groups) if not group.reshard_after_backward)
+        check_written_groups(written, kept)
+        return kept
 
     def shard(self, staying: Collection[int] = ()) -> None:
         """Shards all groups, on all ranks alike; if one is out of date on one rank, all raise.
