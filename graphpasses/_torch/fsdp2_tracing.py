@@ -25,10 +25,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 from graphpasses._torch import fsdp2, fsdp2_dtypes
-from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.fsdp2 import fsdp_groups, fsdp_states
 from graphpasses._torch.fsdp2_accumulation import unsharded_leaf
+from graphpasses._torch.operator_facts import read_tensors
 from graphpasses._torch.storage import memories
 from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.identity import attributes_restored
@@ -131,7 +131,8 @@ def communication_traced(model: nn.Module, *, copies: bool = False) -> Iterator[
             for each in group.fsdp_params:
                 shown = [each.sharded_param, *([each._unsharded_param] if hasattr(each, "_unsharded_param") else ())]
                 fqn = next((names[id(one)] for one in shown if id(one) in names), each._module_info.param_name)
-                reductions.memory[fqn] = index, memories([*map(local_part, shown)])
+                # Not by `to_local()`, which would be traced.
+                reductions.memory[fqn] = index, memories([inner for one in shown for inner in read_tensors(one)])
         for parameter in owner:
             if getattr(getattr(parameter, "_unsharded_param", None), "grad", None) is not None:
                 raise CaptureError(
