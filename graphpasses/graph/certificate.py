@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -24,27 +24,43 @@ class Launch:
         if self.ranks != other.ranks:  # these do not meet: what is sent is compared with those that do
             return {*self.ranks}.isdisjoint(other.ranks)
         # A rank may have a part of nothing.
-        same = {name: its for name in self.contents if (its := _same(name, other.contents))}
-        theirs = [name for name in other.contents if _same(name, self.contents)]
-        is_like = [*same.values()] == theirs and bool(same or not (self.contents and other.contents))
-        moved = ((self.contents[name], other.contents[its]) for name, its in same.items())
-        is_moved = any(one != two for one, two in moved if one and two)
-        return is_like and not is_moved and self.call == other.call
+        mine = [name for name in self.contents if _may_be_any(name, other.contents)]
+        theirs = [name for name in other.contents if _may_be_any(name, self.contents)]
+        is_known = bool(mine or not (self.contents and other.contents))
+        return is_known and self.call == other.call and self._in_one_order(mine, other, theirs)
+
+    def _in_one_order(self, mine: Sequence[str], other: Launch, theirs: Sequence[str]) -> bool:
+        """Whether contents may be the same, in one order and place; one may be several of the other rank's."""
+        reached, pending = set[tuple[int, int]](), [(0, 0)]
+        while pending:
+            a, b = place = pending.pop()
+            if place == (len(mine), len(theirs)):
+                return True
+            if a == len(mine) or b == len(theirs) or place in reached or not _may_be_one(mine[a], theirs[b]):
+                continue
+            reached.add(place)
+            moved = self.contents[mine[a]], other.contents[theirs[b]]
+            if not all(moved) or moved[0] == moved[1]:
+                pending += [(a + 1, b), (a, b + 1), (a + 1, b + 1)]
+        return False
 
     def __str__(self) -> str:
         return f"{self.call} of {'; '.join(self.contents) or 'other values'}"
 
 
-def _same(name: str, names: Mapping[str, object]) -> str | None:
-    """Returns which of another rank's contents a content may be.
+def _may_be_one(name: str, other: str) -> bool:
+    """Whether a content may be another rank's.
 
-    What several launches send (`launch 3/5`) may be apart on another rank: a shard of one row is its own transpose.
+    What several launches send (`launch 3/5`) may be apart on another rank: a shard of one row is its own transpose,
+    and gradients of a batch of no rows are the same zeros.
     """
-    if name in names:
-        return name
-    launches = {*name.removeprefix("launch ").split("/")} if name.startswith("launch ") else set()
-    ours = (each for each in names if each.startswith("launch "))
-    return next((each for each in ours if launches & {*each.removeprefix("launch ").split("/")}), None)
+    if name == other or not (name.startswith("launch ") and other.startswith("launch ")):
+        return name == other
+    return not {*name[7:].split("/")}.isdisjoint(other[7:].split("/"))
+
+
+def _may_be_any(name: str, others: Collection[str]) -> bool:
+    return name in others or any(_may_be_one(name, other) for other in others)
 
 
 def find_unlike_launch(one: Sequence[Launch], two: Sequence[Launch]) -> int | None:

@@ -41,6 +41,20 @@ def test_ranks_that_cannot_tell_launches_apart() -> None:
     assert [launches[1].may_meet(other) for other in launches[:3]] == [True, True, True]
 
 
+def test_a_rank_without_rows_sends_equal_zeros() -> None:
+    """Gradients of a batch of no rows are one value, which several launches send; some of it one alone."""
+    names = ["launch 4"], ["launch 4/5", "launch 4/5/7", "launch 4"], ["launch 5"], ["launch 5", "launch 6"]
+    some, none, five, more = (Launch("reduce_scatter", (0, 1), dict.fromkeys(each, (0,))) for each in names)
+    assert some.may_meet(none)
+    assert none.may_meet(some)
+    assert not some.may_meet(five)
+    swapped = Launch("reduce_scatter", (0, 1), {"launch 6": (0,), "launch 4/5": (0,)})
+    assert not more.may_meet(swapped)
+    moved = Launch("reduce_scatter", (0, 1), {"launch 4/5": (0,), "launch 4": (3,)})
+    assert not some.may_meet(moved)
+    assert not moved.may_meet(some)
+
+
 def test_launches_in_other_groups_do_not_meet() -> None:
     """Replicas of uneven shards are added: the ranks of one replica send different sizes, each to its own peers."""
     mine, theirs, peers = (
