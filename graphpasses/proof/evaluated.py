@@ -63,6 +63,7 @@ class Evaluated:
     unknown: str = ""
     random_state: int = 0  # the number of the state in which the graph leaves the generator of random numbers
     hidden_state: int = 0  # likewise of calls that may have a state of their own
+    context: int = 0  # likewise of what is set around calls: whether gradients are on, autocast
 
     def go_on(self, then: Evaluated) -> set[str]:
         """Adds what the update does after this graph, on what this one has left; returns the names of that."""

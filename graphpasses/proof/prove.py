@@ -196,6 +196,9 @@ class _Proof:
                 found = Difference(None, None, "other numbers are drawn, or the state is put back otherwise")
                 trial = self._runs.compare("source", self.one.random_state, self.two.random_state)
                 self._judge(name, found, trial)
+        if self.one.context != self.two.context:
+            found = Difference(None, None, "gradients are left on or off, or autocast, as they were not")
+            self.refused.append(("what is set around the calls after the graph", found))
         if self.one.hidden_state != self.two.hidden_state:
             name = "what calls keep that may have a state of their own"
             self.unproved.append((name, "others were made, or in another order"))

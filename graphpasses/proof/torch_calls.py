@@ -86,6 +86,8 @@ class TorchCalls(Evaluation):
         for name, node in ((f"output {place}", each) for place, each in enumerate(outputs) if each in self._reached):
             self._uses.note_output(name, [self._uses.value(node, each) for each in _numbers(self._read(node))])
         self._done.uses = self._uses.by_value()
+        mode = self._modes[self._graph.graph.output_node()]
+        self._done.context = self._table.source(("context left", mode, self._context))
 
     def opaque(self, node: fx.Node, fake: Any, key: Hashable, part: int | None = None) -> Result:
         """Returns a value into which no rule looks; each empty tensor is one, made for the gradient that it gets."""

@@ -83,3 +83,11 @@ def test_a_write_does_not_pass_gradients_on_as_what_it_writes(twice: TrainGraph)
     written.meta["val"] = sin.args[0].meta["val"]
     with pytest.raises(ProofError):
         prove(twice, other)
+
+
+def test_a_graph_leaves_gradients_on_or_off_as_it_did(twice: TrainGraph) -> None:
+    other = twice.copy()
+    with other.graph.inserting_before(other.graph.output_node()):
+        other.graph.call_function(torch._C._set_grad_enabled, (False,)).meta["val"] = None
+    with pytest.raises(ProofError, match="what is set around the calls after the graph"):
+        prove(twice, other)
