@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import fx
 
 from graphpasses.proof.core.values import Result, Value
+from graphpasses.proof.uses import Use, Variable
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,14 @@ class Evaluated:
     makers: dict[int, fx.Node] = field(default_factory=dict)
     # By the number of a source the first node that made it.
     made: dict[int, fx.Node] = field(default_factory=dict)
-    # Of a graph whose gradients autograd computes: by the number of a value that gets one, the numbers of
-    # what each call that reads it returns, in the order of the calls.
-    uses: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
+    # Of a graph whose gradients autograd computes: by value that gets one, what each call that reads it returns,
+    # in the order of the calls.
+    uses: dict[Variable, list[Use]] = field(default_factory=dict)
     # What no rule could look into, so that a difference may be none; empty if there is no such thing.
     unknown: str = ""
     random_state: int = 0  # the number of the state in which the graph leaves the generator of random numbers
     hidden_state: int = 0  # likewise of calls that may have a state of their own
+    context: int = 0  # likewise of what is set around calls: whether gradients are on, autocast
 
     def go_on(self, then: Evaluated) -> set[str]:
         """Adds what the update does after this graph, on what this one has left; returns the names of that."""

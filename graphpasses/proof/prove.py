@@ -28,6 +28,7 @@ from graphpasses.proof.evaluated import Evaluated
 from graphpasses.proof.launches import launches_of
 from graphpasses.proof.pairs import evaluate_both, why_not_evaluated
 from graphpasses.proof.rows import RowValues
+from graphpasses.proof.uses import numbers_in
 from graphpasses.text import some
 
 if TYPE_CHECKING:
@@ -195,6 +196,9 @@ class _Proof:
                 found = Difference(None, None, "other numbers are drawn, or the state is put back otherwise")
                 trial = self._runs.compare("source", self.one.random_state, self.two.random_state)
                 self._judge(name, found, trial)
+        if self.one.context != self.two.context:
+            found = Difference(None, None, "gradients are left on or off, or autocast, as they were not")
+            self.refused.append(("what is set around the calls after the graph", found))
         if self.one.hidden_state != self.two.hidden_state:
             name = "what calls keep that may have a state of their own"
             self.unproved.append((name, "others were made, or in another order"))
@@ -252,16 +256,20 @@ class _Proof:
 
     def _compare_uses(self) -> None:
         """Compares in which order autograd adds gradients, of values that both graphs have."""
-        for number, uses in self.one.uses.items():
-            others = self.two.uses.get(number, [])
-            if uses == others or max(len(uses), len(others)) == 1:
+        known = [{*each.makers, *(value.number for value in each.uses)} for each in (self.one, self.two)]
+        for value, uses in self.one.uses.items():
+            others = self.two.uses.get(value, [])
+            if uses == others:
                 continue
-            one, two = self.one.makers.get(number), self.two.makers.get(number)
+            mine, theirs = ({*numbers_in(found)} for found in (uses, others))
+            are_known = mine <= known[1] and theirs <= known[0]
+            if max(len(uses), len(others)) == 1 and not (others and are_known):
+                continue
+            one, two = self.one.makers.get(value.number), self.two.makers.get(value.number)
             name = f"the gradient of {one.name if one is not None else 'a value that no call returns'}"
             reason = "autograd adds it up from other calls, or in another order"
-            mine, theirs = ({each for use in found for each in use} for found in (uses, others))
             if one is not None and two is not None:
-                if not (mine <= self.two.makers.keys() and theirs <= self.one.makers.keys()):
+                if not are_known:
                     # What reads it was not found to be equal, which the outputs tell.
                     reason = "other values are made of it"
                 elif any(str(user.target).startswith(FBGEMM) for user in one.users):

@@ -2,8 +2,8 @@
 
 Autograd runs the calls of a graph backwards and adds what several calls give to one value, the last call's first. So
 two graphs whose outputs are made by the same calls on the same have the same gradients where every value that has one
-is read by the same calls, in one order. Lookups in tables are known by what they look up; one that joins several
-counts as each of them.
+is read by the same calls, in one order; what two calls compute alike are two values. Lookups in tables are known by
+what they look up; one that joins several counts as each of them.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from graphpasses.proof.core.views import View
 from graphpasses.proof.evaluate import Evaluation
 from graphpasses.proof.rows import RowValues
 from graphpasses.proof.spelling import evaluated
+from graphpasses.proof.uses import Uses
 
 aten = torch.ops.aten
 
@@ -61,18 +62,32 @@ class TorchCalls(Evaluation):
         self._parts: dict[fx.Node, tuple[Hashable, list[tuple[Hashable, ...]]]] = {}
         self._updates: dict[int, int] = {}  # by where a table lies, the last lookup that updates it
         self._was_given: dict[fx.Node, list[Result]] = {}  # by node, what it was given when it was evaluated
+        self._uses = Uses(self._is_part)
 
     def evaluate_node(self, node: fx.Node) -> Result:
         """Returns the value of a node, after those before it, and notes which values with a gradient it reads."""
         is_use = node in self._reached and not self._is_part(node)
         read = filter(has_gradient, node.all_input_nodes) if is_use else ()
-        used = {number for each in read for number in _numbers(self._read(each))}
-        self._was_given[node] = [self._read(each) for each in node.all_input_nodes]
+        used = dict.fromkeys(self._uses.value(each, number) for each in read for number in _numbers(self._read(each)))
+        self._was_given[node] = given = [self._read(each) for each in node.all_input_nodes]
         value = self._value(node)
-        results = tuple(dict.fromkeys(_numbers(value)))
-        for number in used - {*results}:
-            self._done.uses.setdefault(number, []).append(results)
+        numbers = [*_numbers(value)]
+        for each, held in zip(node.all_input_nodes, given, strict=True):
+            if (now := self._read(each)) != held:
+                self._uses.note_write(each, node)
+                numbers += _numbers(now)
+        if is_use:
+            self._uses.note(node, used, numbers)
         return value
+
+    def _outputs(self) -> None:
+        super()._outputs()
+        outputs = self._graph.output_values
+        for name, node in ((f"output {place}", each) for place, each in enumerate(outputs) if each in self._reached):
+            self._uses.note_output(name, [self._uses.value(node, each) for each in _numbers(self._read(node))])
+        self._done.uses = self._uses.by_value()
+        mode = self._modes[self._graph.graph.output_node()]
+        self._done.context = self._table.source(("context left", mode, self._context))
 
     def opaque(self, node: fx.Node, fake: Any, key: Hashable, part: int | None = None) -> Result:
         """Returns a value into which no rule looks; each empty tensor is one, made for the gradient that it gets."""
@@ -122,6 +137,10 @@ class TorchCalls(Evaluation):
             )
         result = self.opaque(node, self._facts[node], key)
         return self._written(node, effects.writes, key, result) if effects.writes else result
+
+    def _moved(self, node: fx.Node, target: Any) -> Result:
+        """Returns what a rule says of a call; of one that writes none does: gradients go through the write."""
+        return super()._moved(node, target) if target == node.target else None
 
     def _is_as_made(self, node: fx.Node) -> bool:
         """Whether neither a node's value nor what it was given has been written since it was evaluated."""
