@@ -117,7 +117,7 @@ class Calls(Memory):
             self._hidden = self._table.source(("hidden state after", key))
         return key
 
-    def _moved(self, node: fx.Node, target: Any) -> Result:
+    def moved_value(self, node: fx.Node, target: Any) -> Result:
         """Returns what a rule says of a call of an operator, or of the one that does the same out of place."""
         if target not in RULES:
             return None
@@ -210,7 +210,7 @@ class Calls(Memory):
             while call[0] in ("drawn", "hidden"):
                 call = call[1]
             if "overlapping" not in call:
-                moved = self._moved(node, out_of_place(node.target))
+                moved = self.moved_value(node, out_of_place(node.target))
                 result = result if moved is None else moved
             self._write(writes[0], result, node)
             return result

@@ -127,11 +127,12 @@ class Evaluation(Arrivals):
                     done.makers.setdefault(each.number, node)
         done.broken += [(node, f"{node.name} is launched and never waited for") for node in self._launched()]
         self._axioms |= {EXACT_KERNELS} if graph.runs_as is not None else set()
-        self._outputs()
+        self.evaluate_outputs()
         done.random_state, done.hidden_state = self._random, self._hidden
         return done
 
-    def _outputs(self) -> None:
+    def evaluate_outputs(self) -> None:
+        """Notes the values of the outputs, after all nodes."""
         done, graph = self._done, self._graph
         counts: dict[str, int] = {}
         for index, (item, node) in enumerate(zip(graph.outputs, graph.output_values, strict=True)):
@@ -196,7 +197,7 @@ class Evaluation(Arrivals):
             return cut
         writes = written_inputs(node)
         if node.target in RULES and not writes and collective_group(node) is None:
-            found = self._moved(node, node.target)
+            found = self.moved_value(node, node.target)
             if found is not None:
                 self._note_columns(node, found)
                 return found

@@ -80,8 +80,8 @@ class TorchCalls(Evaluation):
             self._uses.note(node, used, numbers)
         return value
 
-    def _outputs(self) -> None:
-        super()._outputs()
+    def evaluate_outputs(self) -> None:
+        super().evaluate_outputs()
         outputs = self._graph.output_values
         for name, node in ((f"output {place}", each) for place, each in enumerate(outputs) if each in self._reached):
             self._uses.note_output(name, [self._uses.value(node, each) for each in _numbers(self._read(node))])
@@ -138,9 +138,9 @@ class TorchCalls(Evaluation):
         result = self.opaque(node, self._facts[node], key)
         return self._written(node, effects.writes, key, result) if effects.writes else result
 
-    def _moved(self, node: fx.Node, target: Any) -> Result:
+    def moved_value(self, node: fx.Node, target: Any) -> Result:
         """Returns what a rule says of a call; of one that writes none does: gradients go through the write."""
-        return super()._moved(node, target) if target == node.target else None
+        return super().moved_value(node, target) if target == node.target else None
 
     def _is_as_made(self, node: fx.Node) -> bool:
         """Whether neither a node's value nor what it was given has been written since it was evaluated."""
