@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -63,6 +64,8 @@ class Evaluated:
     unknown: str = ""
     random_state: int = 0  # the number of the state in which the graph leaves the generator of random numbers
     hidden_state: int = 0  # likewise of calls that may have a state of their own
+    # Of such a graph: the calls that touch each memory that is written and gets a gradient, in order.
+    touched: Counter[tuple[Hashable, ...]] = field(default_factory=Counter)
     context: int = 0  # likewise of what is set around calls: whether gradients are on, autocast
 
     def go_on(self, then: Evaluated) -> set[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -20,10 +21,11 @@ from torch import fx, nn
 
 from graphpasses._torch import pytree
 from graphpasses._torch.schemas import SET_GRAD_ENABLED
+from graphpasses._torch.storage import memories
 from graphpasses.analysis.dependencies import grad_modes
 from graphpasses.analysis.effects import has_gradient, reached_outputs, torch_call_effects
 from graphpasses.fbgemm.lookups import INFO_B, MIXED_D, LookupCall
-from graphpasses.fbgemm.names import UPDATING_LOOKUP, complete_cumsum
+from graphpasses.fbgemm.names import FBGEMM, UPDATING_LOOKUP, complete_cumsum
 from graphpasses.graph import WAIT, DynamoGraph, argument, is_collective
 from graphpasses.graph.nodes import freeze
 from graphpasses.graph.size_arithmetic import size_expression
@@ -63,15 +65,19 @@ class TorchCalls(Evaluation):
         self._updates: dict[int, int] = {}  # by where a table lies, the last lookup that updates it
         self._was_given: dict[fx.Node, list[Result]] = {}  # by node, what it was given when it was evaluated
         self._uses = Uses(self._is_part)
+        self._written_of = _needed([node for node in graph.graph.nodes if _writes(node)])
+        self._touched: dict[Hashable, list[Hashable]] = {}  # by memory, the calls that read or return what lies there
+        self._with_gradient, self._rewritten = set[Hashable](), set[Hashable]()  # memory
 
     def evaluate_node(self, node: fx.Node) -> Result:
         """Returns the value of a node, after those before it, and notes which values with a gradient it reads."""
-        is_use = node in self._reached and not self._is_part(node)
+        is_use = (node in self._reached or node in self._written_of) and not self._is_part(node)
         read = filter(has_gradient, node.all_input_nodes) if is_use else ()
         used = dict.fromkeys(self._uses.value(each, number) for each in read for number in _numbers(self._read(each)))
         self._was_given[node] = given = [self._read(each) for each in node.all_input_nodes]
         value = self._value(node)
         numbers = [*_numbers(value)]
+        self._note_touch(node, [number for each in given for number in _numbers(each)], numbers)
         for each, held in zip(node.all_input_nodes, given, strict=True):
             if (now := self._read(each)) != held:
                 self._uses.note_write(each, node)
@@ -80,8 +86,20 @@ class TorchCalls(Evaluation):
             self._uses.note(node, used, numbers)
         return value
 
+    def _note_touch(self, node: fx.Node, given: list[int], numbers: list[int]) -> None:
+        """Notes a call with the memory of what it reads and returns."""
+        touched = [node, *node.all_input_nodes]
+        call = str(node.target), bool(self._modes[node]), tuple(given), tuple(numbers)
+        for memory in memories([self._facts[each] for each in touched]):
+            self._touched.setdefault(memory, []).append(call)
+        with_gradient = [each for each in touched if has_gradient(each)]
+        self._with_gradient |= memories([self._facts[each] for each in with_gradient])
+        self._rewritten |= memories([self._facts[each] for each in _writes(node)])
+
     def evaluate_outputs(self) -> None:
         super().evaluate_outputs()
+        # Autograd follows writes through views by when, and in which mode, these were made.
+        self._done.touched = Counter(tuple(self._touched[each]) for each in self._rewritten & self._with_gradient)
         outputs = self._graph.output_values
         for name, node in ((f"output {place}", each) for place, each in enumerate(outputs) if each in self._reached):
             self._uses.note_output(name, [self._uses.value(node, each) for each in _numbers(self._read(node))])
@@ -230,6 +248,21 @@ class _Member:
         return {
             (table.weights, table.weights + rows[table.first_row] * table.dim * itemsize) for table in self.tables
         }
+
+
+def _writes(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Returns what a call writes, but for FBGEMM's, which correct ids, and update tables in backward."""
+    return () if str(node.target).startswith(FBGEMM) else torch_call_effects(node).writes
+
+
+def _needed(calls: Sequence[fx.Node]) -> set[fx.Node]:
+    """Returns calls, and what these are computed of."""
+    needed, pending = set[fx.Node](), [*calls]
+    while pending:
+        if (node := pending.pop()) not in needed:
+            needed.add(node)
+            pending += node.all_input_nodes
+    return needed
 
 
 class LookedUp(NamedTuple):

@@ -12,8 +12,8 @@ from experiments.random_programs import running
 from experiments.random_programs.loop import Loop
 from experiments.random_programs.program import Program
 from experiments.random_programs.running import judge, judged, repair, shrunk
-from graphpasses.graph import captured_step
 from graphpasses.parity.launch import run_ranks
+from graphpasses.state.left_tensors import Left
 
 NOTING = """
 import torch
@@ -51,8 +51,8 @@ def test_bits(seed: int, tmp_path: Path) -> None:
 def test_a_defect_is_told_and_shrunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (path := tmp_path / "program.py").write_text(NOTING.replace("h + missing", "h.tanh()"))
     assert judged(path, ("captured",))["captured"].kind == "bits"
-    monkeypatch.setattr(captured_step, "leave", lambda *_: None)
-    nothing = SimpleNamespace(changed=lambda: ({}, {}))
+    monkeypatch.setattr(Left, "leave", lambda *_: None)
+    nothing = SimpleNamespace(changed=dict)
     monkeypatch.setattr("graphpasses.capture.oracle.LeftTensors", lambda _: nothing)
     outcome = judged(path, ("captured",))["captured"]
     assert outcome.kind == "differs"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import graphpasses as gp
 from graphpasses.errors import ProofError
@@ -40,7 +43,8 @@ def test_calls_in_another_order(dynamo: TrainGraph, says_none: bool) -> None:
     exp.append(sin)
     for node in calls if says_none else ():
         node.meta["val"] = node.meta["val"].detach()  # as if nothing got a gradient
-    with pytest.raises(ProofError, match="is not proved to keep the gradient of h: autograd"):
+    first = "l_self_modules_linear_parameters_weight_" if says_none else "h"
+    with pytest.raises(ProofError, match=rf"is not proved to keep the gradient of {first}\b.*: autograd"):
         prove(dynamo, other)
 
 
@@ -91,3 +95,93 @@ def test_a_graph_leaves_gradients_on_or_off_as_it_did(twice: TrainGraph) -> None
         other.graph.call_function(torch._C._set_grad_enabled, (False,)).meta["val"] = None
     with pytest.raises(ProofError, match="what is set around the calls after the graph"):
         prove(twice, other)
+
+
+def without_gradients(graph: TrainGraph, first: fx.Node, last: fx.Node) -> None:
+    """Turns gradients off around two calls and what is between them."""
+    with graph.graph.inserting_before(first):
+        graph.graph.call_function(torch._C._set_grad_enabled, (False,)).meta["val"] = None
+    with graph.graph.inserting_after(last):
+        graph.graph.call_function(torch._C._set_grad_enabled, (True,)).meta["val"] = None
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (x,) = ctx.saved_tensors
+        return 2 * gradient * x, 3 * gradient
+
+
+class Products(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h, k = self.linear(x), self.other(x)
+        return Product.apply(h, k) * Product.apply(k, h)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo
+def test_the_only_call_that_reads_a_value_has_it_with_its_gradient() -> None:
+    keep = Keep((Stage.DYNAMO,))
+    gp.compile(Products(), pipeline=Pipeline((keep,)), inner="aot_eager")(torch.ones(3, 4))
+    (before,) = keep.graphs
+    assert prove(before, before.copy())
+    other = before.copy()
+    *_, second = (node for node in other.graph.nodes if "autograd_function" in str(node.target))
+    h: fx.Node = second.args[3]  # type: ignore[assignment]
+    with other.graph.inserting_before(second):
+        detached = other.graph.call_function(torch.ops.aten.detach.default, (h,))
+    detached.meta["val"] = h.meta["val"].detach()
+    second.replace_input_with(h, detached)
+    without_gradients(other, detached, detached)
+    with pytest.raises(ProofError, match=r"autograd adds it up|what is written in place"):
+        prove(before, other)
+
+
+class Writing(nn.Module):
+    """Writes a row of what it computes by a view, whose gradient autograd follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        k = torch.sin(h)
+        k[0].add_(h[1])
+        return torch.exp(k) * torch.cos(h)
+
+
+@pytest.fixture(scope="module")
+def writing() -> TrainGraph:
+    keep = Keep((Stage.DYNAMO,))
+    gp.compile(Writing(), pipeline=Pipeline((keep,)), inner="aot_eager")(torch.ones(3, 4))
+    return keep.graphs[0]
+
+
+def test_a_view_that_is_written_is_made_where_it_was(writing: TrainGraph) -> None:
+    assert prove(writing, writing.copy())
+    other = writing.copy()
+    view = next(node for node in other.graph.nodes if node.target is operator.getitem)
+    without_gradients(other, view, view)
+    with pytest.raises(ProofError, match="the gradients of what is written in place"):
+        prove(writing, other)
+
+
+def test_what_is_written_is_read_of_the_same_call(writing: TrainGraph) -> None:
+    other = writing.copy()
+    linear = next(node for node in other.graph.nodes if node.name == "h")
+    with other.graph.inserting_after(linear):
+        again = other.graph.node_copy(linear)
+    for node in other.graph.nodes:
+        if node.target in (torch.sin, torch.cos):
+            node.args = (again,)
+    with pytest.raises(ProofError, match="autograd adds it up from other calls"):
+        prove(writing, other)
