@@ -148,9 +148,8 @@ class Slot:
     left: Any = MISSING  # the pattern of what a step leaves there, which the next does not read
     is_cache: bool = False  # whether new objects in a dict may be for somebody else: the step's code gives it some
     is_fixed: bool = False  # whether the value cannot become another and stay the same object
-    copies: list[tuple[Any, Any]] = field(
-        default_factory=list
-    )  # of the containers in it, whose items can be put back
+    # The containers in it whose items can be put back, with copies.
+    copies: list[tuple[Any, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.is_fixed = not keys.changes_in_place(self.value)
@@ -170,7 +169,7 @@ class Slot:
                 is_known = keys.are_alike(self._was(), now, alike)
             part = None
             if not is_known and (self.left is MISSING or (part := misfit(now, self.left, self.path)) is not None):
-                counts_new = strict or not self.is_cache
+                counts_new = strict or not self.is_cache or self.left is not MISSING
                 # Of a container that stays, what no step leaves there tells more than what was there.
                 if not isinstance(self.left, Same):
                     part = keys.narrowed(self.path, self.key, key, new_objects=counts_new)
@@ -266,19 +265,20 @@ class Held:
     """What owners have under their names now, to tell what changes."""
 
     def __init__(self, owners: Iterable[Owner]) -> None:
-        every = (
-            (owner.value, slot, read(owner.value, slot.name)) for owner in owners for slot in owner.slots.values()
-        )
-        self._held = [(owner, Slot(slot.path, slot.name, value, key_of(value))) for owner, slot, value in every]
+        self._owners: list[Owner] = []
+        for owner in owners:
+            self._owners.append(Owner(owner.value))
+            for slot in owner.slots.values():
+                self._owners[-1].add(slot.name, slot.path)
 
     def changed(self) -> dict[str, Any]:
         """Returns what is another value than it was, by path."""
         found: dict[str, Any] = {}
-        for owner, slot in self._held:
-            if key_of(value := read(owner, slot.name)) != slot.key:
+        for owner, slot in ((each, slot) for each in self._owners for slot in each.slots.values()):
+            if key_of(value := read(owner.value, slot.name)) != slot.key:
                 found[slot.path if slot.path not in found else f"{slot.path} ({len(found)})"] = value
         return found
 
     def put_back(self) -> None:
-        for owner, slot in self._held:
-            slot.restore(owner)
+        for owner in self._owners:
+            owner.restore()

@@ -201,6 +201,22 @@ def test_what_was_there_when_a_step_was_captured() -> None:
         step(X)
 
 
+def test_what_somebody_else_puts_beside_what_a_step_leaves() -> None:
+    kept: tuple[dict[str, torch.Tensor], int] = {}, 0
+
+    def keep(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+        kept[0]["out"] = out
+        return sum(kept[0].values(), torch.zeros(()))
+
+    model = nn.Linear(4, 4)
+    model.register_forward_hook(keep)
+    step = capture_train_step(loss_of_model, model, X)
+    step(X)
+    kept[0]["more"] = torch.ones(1)
+    with pytest.raises(CaptureError, match="was absent when the step was captured, and is a tensor now"):
+        step(X)
+
+
 def test_a_decision_that_what_was_left_takes_away() -> None:
     kept: dict[str, Any] = {}
 
