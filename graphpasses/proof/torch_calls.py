@@ -9,7 +9,8 @@ what they look up; one that joins several counts as each of them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from graphpasses.analysis.dependencies import grad_modes
 from graphpasses.analysis.effects import has_gradient, reached_outputs, torch_call_effects
 from graphpasses.fbgemm.names import FBGEMM, UPDATING_LOOKUP
 from graphpasses.graph import WAIT, DynamoGraph, argument, is_collective
+from graphpasses.graph.nodes import reach
 from graphpasses.proof.core.facts import Facts
 from graphpasses.proof.core.values import Result, Value
 from graphpasses.proof.core.views import View
@@ -56,9 +58,11 @@ class TorchCalls(Evaluation):
         self._updates: dict[int, int] = {}  # by where a table lies, the last lookup that updates it
         self._was_given: dict[fx.Node, list[Result]] = {}  # by node, what it was given when it was evaluated
         self._uses = Uses(self._is_part)
-        self._written_of = _needed([node for node in graph.graph.nodes if _writes(node)])
-        self._touched: dict[Hashable, list[Hashable]] = {}  # by memory, the calls that read or return what lies there
-        self._with_gradient, self._rewritten = set[Hashable](), set[Hashable]()  # memory
+        writes = {node: written for node in graph.graph.nodes if (written := _writes(node))}
+        self._written_of = reach(writes, lambda node: node.all_input_nodes)
+        # By memory that is written the calls that read or return what lies there; and which of it gets a gradient.
+        self._touched = {each: list[Hashable]() for each in memories([facts[e] for e in chain(*writes.values())])}
+        self._with_gradient = set[Hashable]()
 
     def evaluate_node(self, node: fx.Node) -> Result:
         """Returns the value of a node, after those before it, and notes which values with a gradient it reads."""
@@ -78,19 +82,22 @@ class TorchCalls(Evaluation):
         return value
 
     def _note_touch(self, node: fx.Node, given: list[int], numbers: list[int]) -> None:
-        """Notes a call with the memory of what it reads and returns."""
+        """Notes a call with the memory of what it reads and returns, where that is written."""
+        if not self._touched:
+            return
         touched = [node, *node.all_input_nodes]
         call = str(node.target), bool(self._modes[node]), tuple(given), tuple(numbers)
-        for memory in memories([self._facts[each] for each in touched]):
-            self._touched.setdefault(memory, []).append(call)
+        for memory in self._touched.keys() & memories([self._facts[each] for each in touched]):
+            self._touched[memory].append(call)
         with_gradient = [each for each in touched if has_gradient(each)]
         self._with_gradient |= memories([self._facts[each] for each in with_gradient])
-        self._rewritten |= memories([self._facts[each] for each in _writes(node)])
 
     def evaluate_outputs(self) -> None:
         super().evaluate_outputs()
         # Autograd follows writes through views by when, and in which mode, these were made.
-        self._done.touched = Counter(tuple(self._touched[each]) for each in self._rewritten & self._with_gradient)
+        self._done.touched = Counter(
+            tuple(self._touched[each]) for each in self._touched.keys() & self._with_gradient
+        )
         outputs = self._graph.output_values
         for name, node in ((f"output {place}", each) for place, each in enumerate(outputs) if each in self._reached):
             self._uses.note_output(name, [self._uses.value(node, each) for each in _numbers(self._read(node))])
@@ -186,13 +193,3 @@ def _numbers(value: Result) -> Iterator[int]:
 def _writes(node: fx.Node) -> tuple[fx.Node, ...]:
     """Returns what a call writes, but for FBGEMM's, which correct ids, and update tables in backward."""
     return () if str(node.target).startswith(FBGEMM) else torch_call_effects(node).writes
-
-
-def _needed(calls: Sequence[fx.Node]) -> set[fx.Node]:
-    """Returns calls, and what these are computed of."""
-    needed, pending = set[fx.Node](), [*calls]
-    while pending:
-        if (node := pending.pop()) not in needed:
-            needed.add(node)
-            pending += node.all_input_nodes
-    return needed

@@ -23,15 +23,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from graphpasses._torch.group_ranks import mesh_group_names
-from graphpasses.identity import same_bits
+from graphpasses.identity import MAX_ITEMS, same_bits
 
 PLAIN = (
     enum.Enum, bool, int, float, complex, str, bytes, bytearray, type(None), slice, range,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
 )  # fmt: skip
 CONTAINERS = (dict, list, tuple, deque, set, frozenset)
-# Of containers in containers, all together: data sets are longer, and told by identity and length.
-MAX_ITEMS = 1000
 _MAX_DEPTH = 100
 MISSING: Any = object()
 CachedFunction = type(functools.lru_cache(lambda: None))

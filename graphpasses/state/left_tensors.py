@@ -199,7 +199,10 @@ class LeftTensors:
 
     def changed(self) -> dict[str, Any]:
         """Returns what is another value than before, by FQN."""
-        return {fqn: each for fqn, each in values_of(self._model).items() if key_of(each) != self._keys.get(fqn)}
+        return self._changed(values_of(self._model))
+
+    def _changed(self, now: Mapping[str, Any]) -> dict[str, Any]:
+        return {fqn: each for fqn, each in now.items() if key_of(each) != self._keys.get(fqn)}
 
     def trained(self) -> dict[str, torch.Tensor]:
         """Returns the parameters and buffers that are others than before, by FQN, and may get gradients."""
@@ -212,7 +215,7 @@ class LeftTensors:
 
         ``has_read`` says whether forward read an attribute of a module before it set it.
         """
-        now, changed = values_of(self._model), self.changed()
+        changed = self._changed(now := values_of(self._model))
         left, values = dict[str, Any](), dict[str, Any]()
         for fqn in {fqn for fqn in self._before if find_state(self._model, fqn) is None} - now.keys():
             raise CaptureError(f"forward deletes attribute {fqn!r}, and a captured step would not{FIRST_CALL}")

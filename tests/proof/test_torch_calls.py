@@ -17,6 +17,14 @@ from graphpasses.proof.prove import prove
 from tests.helpers.kept import Keep
 
 
+def traced(model: nn.Module) -> TrainGraph:
+    """Returns the graph that Dynamo traces of a model."""
+    keep = Keep((Stage.DYNAMO,))
+    gp.compile(model, pipeline=Pipeline((keep,)), inner="aot_eager")(torch.ones(3, 4))
+    (graph,) = keep.graphs
+    return graph
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -29,9 +37,7 @@ class Model(nn.Module):
 
 @pytest.fixture(scope="module")
 def dynamo() -> TrainGraph:
-    keep = Keep((Stage.DYNAMO,))
-    gp.compile(Model(), pipeline=Pipeline((keep,)), inner="aot_eager")(torch.ones(3, 4))
-    return keep.graphs[0]
+    return traced(Model())
 
 
 @pytest.mark.parametrize("says_none", [False, True])
@@ -63,9 +69,7 @@ class Twice(nn.Module):
 
 @pytest.fixture(scope="module")
 def twice() -> TrainGraph:
-    keep = Keep((Stage.DYNAMO,))
-    gp.compile(Twice(), pipeline=Pipeline((keep,)), inner="aot_eager")(torch.ones(3, 4))
-    return keep.graphs[0]
+    return traced(Twice())
 
 
 @pytest.mark.parametrize("of", [torch.sigmoid, torch.cos])
@@ -129,9 +133,7 @@ class Products(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo
 def test_the_only_call_that_reads_a_value_has_it_with_its_gradient() -> None:
-    keep = Keep((Stage.DYNAMO,))
-    gp.compile(Products(), pipeline=Pipeline((keep,)), inner="aot_eager")(torch.ones(3, 4))
-    (before,) = keep.graphs
+    before = traced(Products())
     assert prove(before, before.copy())
     other = before.copy()
     *_, second = (node for node in other.graph.nodes if "autograd_function" in str(node.target))
@@ -161,9 +163,7 @@ class Writing(nn.Module):
 
 @pytest.fixture(scope="module")
 def writing() -> TrainGraph:
-    keep = Keep((Stage.DYNAMO,))
-    gp.compile(Writing(), pipeline=Pipeline((keep,)), inner="aot_eager")(torch.ones(3, 4))
-    return keep.graphs[0]
+    return traced(Writing())
 
 
 def test_a_view_that_is_written_is_made_where_it_was(writing: TrainGraph) -> None:
