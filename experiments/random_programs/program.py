@@ -35,7 +35,7 @@ class Program:
         self._random, self._seed = random.Random(seed), seed
         self._values = self._random.sample(VALUES, self._random.choice([0, 0, 1, 2]))
         weights = {"inplace": (0, 2, 6), "pure": (5,), "random": (0, 1, 3), "control": (0, 0, 2), "autograd": (0, 3)}
-        weights |= {"parameters": (5,), "buffers": (0, 1, 4), "rows": (0, 0, 4)}
+        weights |= {"parameters": (5,), "buffers": (0, 1, 4), "rows": (0, 0, 4), "places": (0, 0, 5)}
         self._weights = {name: self._random.choice(each) for name, each in weights.items()}
 
     @property
@@ -47,6 +47,9 @@ class Program:
         """Returns the program, as Python; it may not run eagerly yet."""
         few = self._random.choice([0, 0, 1, 2])
         loss = ["out = model(x)", f"loss = {self._one('objective')}", *(self._one("loss") for _ in range(few))]
+        if self._weights["places"]:
+            kept = self._fill(self._random.choice(TABLES["places"]), a="out", b="out", o="out", w="s.w0", B="s.buf")
+            loss[1:1] = ["s = model", *lines_of(kept)]
         loss += [f"loss = loss * ({self._fill(self._random.choice(reads))})" for _, reads, _ in self._values]
         before = [self._one("before") for _ in range(self._random.randrange(3))]
         before += [self._fill(self._random.choice(writes)) for _, _, writes in self._values]
@@ -61,7 +64,7 @@ class Program:
         ]
         loop += [
             *end,
-            "c.record(loss=loss, model=model, opt=opt, held=held, x=x)",
+            "c.record(loss=loss, model=model, opt=opt, held=held, x=x, places=[GD, GL, vars(GO)])",
             *([] if is_inside else [self._one("zero")]),
         ]
         setup = [self._one("setup") for _ in range(self._random.choice([0, 0, 0, 1, 2]))]
@@ -77,7 +80,8 @@ class Program:
             "def run(c):",
             *inside(run),
         ]
-        head = [f"# Seed {self._seed}", "COEF = 1.0", *(definition for (definition,), _, _ in self._values)]
+        head = [f"# Seed {self._seed}", "GD, GL, GO = {}, [], Pair(a=None, b=None, n=None)"]
+        head += [definition for (definition,), _, _ in self._values]
         return (FOLDER / "prelude.txt").read_text() + "\n".join([*head, *blocks[0], *blocks[1], *functions]) + "\n"
 
     def _sharding(self) -> list[str]:
@@ -94,6 +98,7 @@ class Program:
         init += ["s.w1 = s.w0" if tied else "s.w1 = nn.Parameter(torch.randn(8, 8) / 3)"]
         init += ["s.v0, s.v1 = nn.Parameter(torch.ones(8)), nn.Parameter(torch.zeros(8))"]
         init += ["s.unused = nn.Parameter(torch.ones(2))", "s.num, s.rate, s.aux = 1.0, 0.1, None"]
+        init += ["s.kd, s.kl, s.ko = {}, [], Pair(a=None, b=None, n=None)"]
         init += [
             "s.register_buffer('buf', torch.zeros(8))",
             "s.register_buffer('hid', torch.ones(8), persistent=False)",
@@ -125,6 +130,7 @@ class Program:
             "m": pick(["s.m0", "s.m1"]),
         }
         given |= {"w": pick(["s.w0", "s.w1"]), "v": pick(["s.v0", "s.v1"]), "B": pick(["s.buf", "s.hid"]), "p": "{p}"}
+        given |= {"D": pick(["s.kd", "GD"]), "L": pick(["s.kl", "GL"]), "O": pick(["s.ko", "GO"])}
         return statement.format_map(given | names)
 
     def _one(self, table: str) -> str:

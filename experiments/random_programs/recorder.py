@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 from unittest import mock
 
@@ -122,11 +123,19 @@ class Recorder:
             elif isinstance(value, Step):
                 self.log(f"{name}.grad_norm", value.grad_norm)
             else:
-                leaves = value.state_dict() if hasattr(value, "state_dict") else value
-                for path, leaf in pytree.tree_flatten_with_path(leaves)[0]:
-                    if isinstance(leaf, (torch.Tensor, float, int, str, type(None))):
-                        self.log(name + pytree.keystr(path), leaf)
+                self._record_leaves(name, value.state_dict() if hasattr(value, "state_dict") else value)
         self.log("random", torch.get_rng_state(), hash(random.getstate()), torch.is_grad_enabled())
+
+    def _record_leaves(self, of: str, tree: Any) -> None:
+        for path, leaf in pytree.tree_flatten_with_path(tree)[0]:
+            if isinstance(leaf, (torch.Tensor, float, int, str, type(None))):
+                self.log(of + pytree.keystr(path), leaf)
+
+    def _record_places(self, of: str, module: nn.Module) -> None:
+        """Notes what a module's own lists, dicts and objects hold."""
+        for name, value in vars(module).items():
+            if name[0] != "_" and isinstance(value, (list, dict, SimpleNamespace)):
+                self._record_leaves(f"{of}.{name}", vars(value) if isinstance(value, SimpleNamespace) else value)
 
     def _record_module(self, of: str, model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
@@ -138,6 +147,7 @@ class Recorder:
             values = {key: value for key, value in vars(module).items() if key[0] != "_" and isinstance(value, kinds)}
             self.log(f"module {of}.{name}", *module.buffers(recurse=False), sorted(values))
             self.log(f"attributes of {of}.{name}", *(values[key] for key in sorted(values)))
+            self._record_places(f"places of {of}.{name}", module)
         for index, group in enumerate(fsdp_groups(model)):
             self.log(f"waits in group {index} of {of}", *map(unreduced_gradient, group.fsdp_params))
 

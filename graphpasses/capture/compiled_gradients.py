@@ -92,7 +92,7 @@ class UsesApart:
         # AOTAutograd makes views of its inputs that a graph returns outside of the joint graph.
         self._num_views = [sum(returned[memory] for memory in storages(node)) for node in graph.placeholders]
         kinds = {InputKind.VALUE} if reduced else {InputKind.VALUE, InputKind.PARAMETER}
-        self._open = {
+        self._open: set[int | None] = {
             index for index, item in enumerate(graph.inputs) if item.kind in kinds and not self._num_views[index]
         }
         self.num_uses: dict[int, int] = {}
@@ -102,6 +102,8 @@ class UsesApart:
 
     def read(self, joint: fx.Graph) -> list[int]:
         """Returns how many gradients eager adds for each input, which a joint graph adds, by position."""
+        for node in joint.find_nodes(op="call_function", target=_REPLACE):  # an alias would be replaced
+            self._open.discard(describe_input(node.args[0])[0])
         counts = [*self._num_views]
         for value, index, written, attr, _ in described_outputs(joint):
             if written is not None:
@@ -167,6 +169,9 @@ class UsesApart:
         for index in found:
             taken[index][:] = results[self._places[index]]
         return found
+
+
+_REPLACE = torch.ops.aten.set_.source_Tensor  # an assignment to `.data` of an input
 
 
 def _summands(value: fx.Node) -> list[fx.Node]:

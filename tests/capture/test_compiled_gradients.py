@@ -226,6 +226,29 @@ def test_a_checkpointed_function_that_writes() -> None:
     assert model.norm.num_batches_tracked == 3
 
 
+class Replaced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x).tanh()
+        self.body.weight.data = self.body.weight * 0.9 + 0.1
+        return self.body(x)
+
+
+def test_a_parameter_of_several_uses_whose_data_forward_replaces() -> None:
+    """The alias that kept its uses apart was replaced, and the parameter was not."""
+    models = Replaced(), Replaced()
+    for model, call in zip(models, (models[0], graphpasses.compile(models[1], inner="aot_eager")), strict=True):
+        for _ in range(2):
+            call(torch.ones(3, 4)).square().mean().backward()
+        assert not torch.equal(model.body.weight, Replaced().body.weight)  # the control
+    assert torch.equal(models[0].body.weight, models[1].body.weight)
+    assert torch.equal(models[0].body.weight.grad, models[1].body.weight.grad)
+
+
 def test_a_formula_that_decides_by_a_number_which_the_model_reads() -> None:
     """As TorchEasyRec's DLRM-HSTU repeats a parameter for each target: the gradient asks how often."""
     weight, counts = nn.Parameter(torch.randn(1, 4)), torch.tensor([1, 2])
