@@ -71,6 +71,18 @@ def _bernoulli(x: Tensor, p: float, *, generator: torch.Generator | None = None)
     return torch.empty_like(x).bernoulli_(p, generator=generator).contiguous()
 
 
+def _assign_data(x: Tensor, source: Tensor) -> None:
+    """Assigns to `.data`: `set_`, which Dynamo calls for it, has later uses accumulate their gradients apart."""
+    x.data = source
+
+
+_EAGERS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,  # a formula's strides may not be its fake result's
+    torch.ops.aten.bernoulli.p: _bernoulli,
+    torch.ops.aten.set_.source_Tensor: _assign_data,
+}
+
+
 def _keep_strides(
     mode: FunctionalTensorMode, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
 ) -> Any:
@@ -248,10 +260,9 @@ def _backward_after_autocast() -> AbstractContextManager[object]:
 
 
 def _call_eagers(gm: fx.GraphModule) -> fx.GraphModule:
-    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-        node.target = torch.ops.aten.reshape.default  # a formula's strides may not be its fake result's
-    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.bernoulli.p):
-        node.target = _bernoulli
+    for operator, eagers in _EAGERS.items():
+        for node in gm.graph.find_nodes(op="call_function", target=operator):
+            node.target = eagers
     gm.recompile()
     return gm
 

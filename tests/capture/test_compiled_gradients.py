@@ -227,24 +227,27 @@ def test_a_checkpointed_function_that_writes() -> None:
 
 
 class Replaced(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, has_break: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.body = nn.Linear(4, 4)
+        self.body, self.has_break = nn.Linear(8, 8), has_break
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.body(x).tanh()
         self.body.weight.data = self.body.weight * 0.9 + 0.1
+        if self.has_break:
+            torch._dynamo.graph_break()
         return self.body(x)
 
 
-def test_a_parameter_of_several_uses_whose_data_forward_replaces() -> None:
-    """The alias that kept its uses apart was replaced, and the parameter was not."""
-    models = Replaced(), Replaced()
+@pytest.mark.parametrize("has_break", [False, True])
+def test_a_parameter_whose_data_forward_replaces(has_break: bool) -> None:
+    """An alias that keeps uses apart was replaced, and the parameter was not; later uses accumulated apart."""
+    models = Replaced(has_break), Replaced(has_break)
     for model, call in zip(models, (models[0], graphpasses.compile(models[1], inner="aot_eager")), strict=True):
-        for _ in range(2):
-            call(torch.ones(3, 4)).square().mean().backward()
-        assert not torch.equal(model.body.weight, Replaced().body.weight)  # the control
+        for seed in range(3):
+            call(torch.randn(3, 8, generator=torch.Generator().manual_seed(seed))).square().mean().backward()
+        assert not torch.equal(model.body.weight, Replaced(has_break).body.weight)  # the control
     assert torch.equal(models[0].body.weight, models[1].body.weight)
     assert torch.equal(models[0].body.weight.grad, models[1].body.weight.grad)
 
