@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import fx, nn
@@ -98,12 +98,18 @@ def _emptied(mode: Any) -> list[Any]:
     gc.unfreeze()  # Python does not say what objects refer to that someone has frozen
     # Each refers to its type, and this is half the time of a list of all objects.
     functions = [each for each in gc.get_referrers(CachedFunction) if type(each) is CachedFunction]
-    if not _keep_tensor_of(mode, functions):  # in one walk, since many caches have the same objects
-        return []
-    kept = [each for each in functions if _keep_tensor_of(mode, [each])]
+    called = [each for each in functions if _SEEN.get(each) != each.cache_info()]
+    kept = []
+    if _keep_tensor_of(mode, called):  # in one walk, since many caches have the same objects
+        kept = [each for each in called if _keep_tensor_of(mode, [each])]
     for each in kept:
         each.cache_clear()
+    _SEEN.update((each, each.cache_info()) for each in called)
     return kept
+
+
+# How often cached functions had been called when their caches were last looked at.
+_SEEN: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def _keep_tensor_of(mode: Any, functions: list[Any]) -> bool:
