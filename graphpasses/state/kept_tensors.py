@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, FunctionType, ModuleType
@@ -95,21 +96,36 @@ def _described(holder: Any, kept: list[torch.Tensor]) -> str:
 
 
 def _emptied(mode: Any) -> list[Any]:
-    gc.unfreeze()  # Python does not say what objects refer to that someone has frozen
-    # Each refers to its type, and this is half the time of a list of all objects.
-    functions = [each for each in gc.get_referrers(CachedFunction) if type(each) is CachedFunction]
-    called = [each for each in functions if _SEEN.get(each) != each.cache_info()]
+    called = [each for each in _CACHED.all() if _CACHED.calls.get(each) != each.cache_info()]
     kept = []
     if _keep_tensor_of(mode, called):  # in one walk, since many caches have the same objects
         kept = [each for each in called if _keep_tensor_of(mode, [each])]
     for each in kept:
         each.cache_clear()
-    _SEEN.update((each, each.cache_info()) for each in called)
+    _CACHED.calls.update((each, each.cache_info()) for each in called)
     return kept
 
 
-# How often cached functions had been called when their caches were last looked at.
-_SEEN: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+class _CachedFunctions:
+    """The cached functions of this process, and how often each had been called when its cache was looked at."""
+
+    def __init__(self) -> None:
+        self.calls: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self._found: list[ref[Any]] = []
+        self._num_references = 0
+
+    def all(self) -> list[Any]:
+        found = [each for one in self._found if (each := one()) is not None]
+        # Each refers to its type: as long as these are as many, and none has gone, none has come.
+        if (sys.getrefcount(CachedFunction), len(found)) != (self._num_references, len(self._found)):
+            gc.unfreeze()  # Python does not say what objects refer to that someone has frozen
+            # This is half the time of a list of all objects.
+            found = [each for each in gc.get_referrers(CachedFunction) if type(each) is CachedFunction]
+            self._found, self._num_references = [*map(ref, found)], sys.getrefcount(CachedFunction)
+        return found
+
+
+_CACHED = _CachedFunctions()
 
 
 def _keep_tensor_of(mode: Any, functions: list[Any]) -> bool:
