@@ -35,7 +35,8 @@ class Accumulation:
         clip_norm: None does not clip.
         reshards: whether eager frees unsharded parameters after each microbatch.
         drops: whether the captured side leaves out each first microbatch, so that it must differ.
-        check_every: how often the captured side is compared with eager by itself; None does not do so at all.
+        check_every: how often the captured side, which is proved then, is compared with eager by itself; None does
+            neither.
         loss_fn: of both.
     """
 
@@ -72,7 +73,7 @@ def train(how: Accumulation) -> list[str]:
         options = {"optimizer": optimizers[1], "clip_norm": how.clip_norm}
     options |= {"check": how.check_every is not None, "check_every": how.check_every}
     step = capture_train_step(how.loss_fn, model, *case.batch(0), **options)
-    step = default_pipeline().run(step)
+    step = default_pipeline().run(step, prove=None if how.check_every is not None else False)
     different: list[str] = []
     seed = 0
     for index, micros in enumerate(how.steps):
