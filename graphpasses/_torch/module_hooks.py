@@ -17,7 +17,8 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _hooks_of = operator.itemgetter(*_HOOKS)
 parts_of = operator.itemgetter("_parameters", "_buffers", "_modules", *_HOOKS)
 """Returns the dicts that a module's ``__dict__`` has: of its parameters, its buffers, its modules, and its hooks."""
-_HOOKS_OF_TENSORS = tuple(map(operator.attrgetter, ("_backward_hooks", "_post_accumulate_grad_hooks")))
+_hooks_of_tensor = operator.attrgetter("_backward_hooks")
+_HOOKS_OF_TENSORS = _hooks_of_tensor, operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 def hook_ids(module: nn.Module) -> tuple[int, ...]:
@@ -72,6 +73,24 @@ def guard_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
     return guards.check  # type: ignore[no-any-return]
 
 
+def gradient_hook_ids(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    """Returns the numbers of the hooks that get each tensor's gradient (``register_hook``); () if there are none."""
+    if not any(map(_hooks_of_tensor, tensors)):
+        return ()
+    return tuple(tuple(_hooks_of_tensor(tensor) or ()) for tensor in tensors)
+
+
+def give_gradient_hooks(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Lets the hooks that get the gradient of a tensor get that of another, in the same order."""
+    for hook in (_hooks_of_tensor(tensor) or {}).values():
+        other.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
 def have_hooks(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a hook waits for a gradient of a tensor."""
     return any(any(map(each, tensors)) for each in _HOOKS_OF_TENSORS)
+
+
+def has_accumulation_hooks(tensor: torch.Tensor) -> bool:
+    """Whether a hook runs behind the accumulation of a tensor's gradient (``register_post_accumulate_grad_hook``)."""
+    return bool(tensor._post_accumulate_grad_hooks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from unittest import mock
 
@@ -12,8 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
-
-from graphpasses._torch.module_hooks import have_hooks
 
 
 def lists_take_fakes() -> AbstractContextManager[object]:
@@ -57,14 +55,6 @@ def steps_in_backward(parameter: Tensor) -> bool:
 
     handles: Mapping[Tensor, Sequence[RemovableHandle]] = param_to_optim_hook_handle_map
     return any(handle.id in (handle.hooks_dict_ref() or ()) for handle in handles.get(parameter, ()))
-
-
-def find_gradient_hooks(parameters: Iterable[Tensor]) -> int | None:
-    """Returns the position of the first parameter whose gradient a hook, or an optimizer in backward, waits for."""
-    for index, parameter in enumerate(parameters):
-        if have_hooks([parameter]) or optimizers_in_backward(parameter):
-            return index
-    return None
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

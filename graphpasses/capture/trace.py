@@ -20,6 +20,7 @@ from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_tracing import communication_traced, other_models_refused
 from graphpasses._torch.in_place_collectives import collectives_with_waits
 from graphpasses._torch.module_answers import answers_as_in_eager, mark_parameters
+from graphpasses._torch.module_hooks import give_gradient_hooks
 from graphpasses._torch.operator_calls import OperatorCalls
 from graphpasses._torch.recorded_operator import MODULE_FQN, Operator
 from graphpasses._torch.schemas import is_tensor_subclass
@@ -116,6 +117,8 @@ def trace_step(
             for name, value in vars(state[fqn]).items():
                 if name[0] != "_" and not hasattr(tensor, name):
                     setattr(tensor, name, value)
+        for tensor, fqn in {tensor: fqn for fqn, tensor in named.items()}.items():
+            give_gradient_hooks(state[fqn], tensor)
         mark_parameters(model)
 
         def filled() -> dict[str, torch.Tensor]:

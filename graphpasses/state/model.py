@@ -14,8 +14,17 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from graphpasses._torch.module_hooks import dict_versions, guard_of, have_hooks, hook_ids, parts_of, unsaved_buffers
-from graphpasses._torch.optimizers import find_gradient_hooks
+from graphpasses._torch.module_hooks import (
+    dict_versions,
+    gradient_hook_ids,
+    guard_of,
+    has_accumulation_hooks,
+    have_hooks,
+    hook_ids,
+    parts_of,
+    unsaved_buffers,
+)
+from graphpasses._torch.optimizers import optimizers_in_backward
 from graphpasses._torch.schemas import is_tensor_subclass
 from graphpasses._torchtitan import wrapped_class
 from graphpasses.errors import CaptureError
@@ -40,6 +49,7 @@ class ModelStructure:
     parameters: frozenset[int]  # the positions of parameters; the others are buffers'
     trainable: Mapping[int, bool]  # by first position of a tensor, whether it gets a gradient
     kinds: list[TensorFacts | None]  # of the tensors
+    hooks: tuple[tuple[int, ...], ...]  # which get the gradients of trainable ones; () if there are none
     set_modes: frozenset[int] = frozenset()  # positions of modules whose mode forward sets itself
 
     @classmethod
@@ -67,7 +77,8 @@ class ModelStructure:
         of_parameters = frozenset(chain.from_iterable(parameters))
         modes = frozenset(index for index, fqn in enumerate(fqns) if fqn in set_modes)
         facts, kinds = _facts(modules, modes), _kinds(tensors)
-        return cls(modules, fqns, facts, names, slots, first, of_parameters, trainable, kinds, modes)
+        hooks = gradient_hook_ids([tensor for slot in trainable if (tensor := tensors[slot]) is not None])
+        return cls(modules, fqns, facts, names, slots, first, of_parameters, trainable, kinds, hooks, modes)
 
     def for_model(self, model: nn.Module, groups: Mapping[str, str]) -> ModelStructure:
         """Returns the structure of another model; raises where that is not built as this one was."""
@@ -118,10 +129,13 @@ class ModelStructure:
         trained = [tensor for slot in self.trainable if (tensor := tensors[slot]) is not None]
         for parameter, (slot, was) in zip(trained, self.trainable.items(), strict=True):
             if is_trained(parameter) != was:
-                name = f"{'parameter' if slot in self.parameters else 'buffer'} {self._name(slot)!r}"
-                raise changed(name, f"requires_grad={was}", not was, has=True)
-        if (index := find_gradient_hooks(trained)) is not None:
-            check_gradient_hooks(self._name([*self.trainable][index]), trained[index])
+                raise changed(self._kind(slot), f"requires_grad={was}", not was, has=True)
+            check_gradient_hooks(self._name(slot), parameter)
+        if (hooks := gradient_hook_ids(trained)) != self.hooks:
+            none: list[tuple[int, ...]] = [()] * len(trained)
+            for slot, known, found in zip(self.trainable, self.hooks or none, hooks or none, strict=True):
+                if known != found:
+                    raise changed(self._kind(slot), f"gradient hooks {[*known]}", [*found], has=True)
         return tensors
 
     def _refuse_ties(self, first: Sequence[int]) -> None:
@@ -147,6 +161,9 @@ class ModelStructure:
                 f"{AGAIN}"
             )
 
+    def _kind(self, slot: int) -> str:
+        return f"{'parameter' if slot in self.parameters else 'buffer'} {self._name(slot)!r}"
+
     def _name(self, slot: int) -> str:
         return next(fqn for fqn, other in self.slots.items() if other == slot)
 
@@ -163,6 +180,7 @@ class Unwritten:
     filled: list[dict[Any, Any]]  # all others
     versions: list[int]  # their versions
     fits: Callable[..., bool]  # whether tensors are of the kinds that they were
+    hooks: tuple[tuple[int, ...], ...]  # that get their gradients
 
     @classmethod
     def of(cls, model: nn.Module) -> Self | None:
@@ -177,7 +195,8 @@ class Unwritten:
             return None
         filled = [each for each in dicts if each]
         empty, versions = [each for each in dicts if not each], dict_versions(filled)
-        return cls(modules, [*map(type, modules)], states, own, empty, filled, versions, fits)
+        hooks = gradient_hook_ids(tensors)
+        return cls(modules, [*map(type, modules)], states, own, empty, filled, versions, fits, hooks)
 
     def tensors(self, model: nn.Module) -> list[torch.Tensor | None] | None:
         """Returns the model's tensors, by slot; None if something was written, be it what it was."""
@@ -191,7 +210,9 @@ class Unwritten:
             return None
         tensors = [*chain.from_iterable(map(dict.values, self.own))]
         there = [tensor for tensor in tensors if tensor is not None]
-        return tensors if self.fits(*there) and not have_hooks(there) else None
+        if not self.fits(*there) or any(map(has_accumulation_hooks, there)):
+            return None
+        return tensors if gradient_hook_ids(there) == self.hooks else None
 
 
 def is_trained(tensor: torch.Tensor) -> bool:
@@ -213,11 +234,13 @@ def with_gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 def check_gradient_hooks(fqn: str, parameter: torch.Tensor) -> None:
-    """Raises if a hook waits for a parameter's gradient, which a captured step would not call."""
-    if find_gradient_hooks([parameter]) is not None:
+    """Raises if a hook that no trace calls waits for a parameter's gradient."""
+    is_waited_for = have_hooks([parameter]) if is_tensor_subclass(parameter) else has_accumulation_hooks(parameter)
+    if is_waited_for or optimizers_in_backward(parameter):
         raise CaptureError(
-            f"a hook on parameter {fqn!r} waits for its gradient (register_hook, register_post_accumulate_grad_hook, "
-            "an optimizer in backward); a captured step calls none. Remove it, and do after the step what it does"
+            f"a hook on parameter {fqn!r} waits for its gradient (register_post_accumulate_grad_hook, an optimizer "
+            "in backward, register_hook of a DTensor); a captured step does not call it. Remove it, and do after the "
+            "step what it does"
         )
 
 

@@ -110,15 +110,15 @@ def test_wrapped_models(name: str) -> None:
 # ---- hooks on gradients --------------------------------------------------------------------------------
 
 HOOK = (
-    "a hook on parameter '2.bias' waits for its gradient (register_hook, register_post_accumulate_grad_hook, an "
-    "optimizer in backward); a captured step calls none. Remove it, and do after the step what it does"
+    "a hook on parameter '2.bias' waits for its gradient (register_post_accumulate_grad_hook, an optimizer in "
+    "backward, register_hook of a DTensor); a captured step does not call it. Remove it, and do after the step what "
+    "it does"
 )
 
 
 @pytest.mark.parametrize(
     "add",
     [
-        lambda parameter: parameter.register_hook(lambda gradient: gradient * 2),
         lambda parameter: parameter.register_post_accumulate_grad_hook(lambda parameter: None),
         lambda parameter: _apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 0.1}),
     ],
