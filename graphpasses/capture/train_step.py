@@ -207,7 +207,12 @@ def _capture(
             counted=counted,
             returned=trace.returned,
             snapshot=Snapshot.of(
-                model, trace.reads.attributes, trace.reads.names, trace.held, modes_of(trace.left_values.values)
+                model,
+                trace.reads.attributes,
+                trace.reads.names,
+                trace.held,
+                modes_of(trace.left_values.values),
+                calls_hooks=True,
             ),
             checker=partial(check_on_batch, loss_fn),
         )

@@ -53,8 +53,10 @@ class ModelStructure:
     set_modes: frozenset[int] = frozenset()  # positions of modules whose mode forward sets itself
 
     @classmethod
-    def of(cls, model: nn.Module, set_modes: Collection[str] = ()) -> ModelStructure:
-        """Reads a model; of modules whose FQNs are in ``set_modes`` forward sets the mode before it reads it."""
+    def of(cls, model: nn.Module, set_modes: Collection[str] = (), *, calls_hooks: bool = False) -> ModelStructure:
+        """Reads a model; of modules whose FQNs are in ``set_modes`` forward sets the mode before it reads it. Raises
+        where a hook waits for a gradient, unless the graph ``calls_hooks``.
+        """
         modules = [*model.modules()]
         names = [(tuple(module._parameters), tuple(module._buffers)) for module in modules]
         sizes = (len(of_parameters) + len(of_buffers) for of_parameters, of_buffers in names)
@@ -78,6 +80,9 @@ class ModelStructure:
         modes = frozenset(index for index, fqn in enumerate(fqns) if fqn in set_modes)
         facts, kinds = _facts(modules, modes), _kinds(tensors)
         hooks = gradient_hook_ids([tensor for slot in trainable if (tensor := tensors[slot]) is not None])
+        hooked = {slot for slot, each in zip(trainable, hooks, strict=False) if each}
+        if hooked and not calls_hooks:
+            raise _hook_error(next(fqn for fqn, slot in slots.items() if slot in hooked))
         return cls(modules, fqns, facts, names, slots, first, of_parameters, trainable, kinds, hooks, modes)
 
     def for_model(self, model: nn.Module, groups: Mapping[str, str]) -> ModelStructure:
@@ -237,11 +242,16 @@ def check_gradient_hooks(fqn: str, parameter: torch.Tensor) -> None:
     """Raises if a hook that no trace calls waits for a parameter's gradient."""
     is_waited_for = have_hooks([parameter]) if is_tensor_subclass(parameter) else has_accumulation_hooks(parameter)
     if is_waited_for or optimizers_in_backward(parameter):
-        raise CaptureError(
-            f"a hook on parameter {fqn!r} waits for its gradient (register_post_accumulate_grad_hook, an optimizer "
-            "in backward, register_hook of a DTensor); a captured step does not call it. Remove it, and do after the "
-            "step what it does"
+        raise _hook_error(
+            fqn, "register_post_accumulate_grad_hook, an optimizer in backward, register_hook of a DTensor"
         )
+
+
+def _hook_error(fqn: str, kinds: str = "register_hook") -> CaptureError:
+    return CaptureError(
+        f"a hook on parameter {fqn!r} waits for its gradient ({kinds}); a captured step does not call it. Remove it, "
+        "and do after the step what it does"
+    )
 
 
 def structure_check(model: nn.Module, *, first_call: str) -> Callable[[], None]:

@@ -51,9 +51,11 @@ class Snapshot:
         names: Sequence[Owner] = (),
         held: Collection[str] = (),
         set_modes: Collection[str] = (),
+        *,
+        calls_hooks: bool = False,
     ) -> Snapshot:
         """Reads a model's structure and the settings; attributes and names were read before."""
-        structure, tensors = ModelStructure.of(model, set_modes), dict(named_state(model))
+        structure, tensors = ModelStructure.of(model, set_modes, calls_hooks=calls_hooks), dict(named_state(model))
         of_held = {fqn: tensor for fqn, tensor in tensors.items() if fqn in held}
         return cls(structure, settings_of(model), tuple(attributes), tuple(names), held=of_held)
 

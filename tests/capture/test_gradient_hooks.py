@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import graphpasses as gp
+from graphpasses.capture.traced_result import read_traced_result
 from graphpasses.errors import CaptureError
 from graphpasses.identity import same_bits
 
@@ -104,3 +105,21 @@ def test_hooks_that_come_and_go_are_refused() -> None:
     model[0].weight.register_hook(torch.neg)
     with pytest.raises(CaptureError, match=r"^parameter '0\.weight' had gradient hooks \[\d+\] when"):
         step(x)
+
+
+def test_a_trace_that_calls_no_hooks_is_refused() -> None:
+    """torchtitan's tracer gives parameters stand-ins without their hooks."""
+    from torchtitan.experiments.graph_trainer.make_fx_tracer import minimal_fx_tracer
+
+    model = build()
+    model[0].weight.register_hook(torch.neg)
+
+    def train(x: Tensor) -> list[Tensor]:
+        loss = loss_fn(model, x)
+        return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    traced = minimal_fx_tracer(train, module=model)(torch.ones(3, 4))
+    with pytest.raises(
+        CaptureError, match=r"^a hook on parameter '0\.weight' .* \(register_hook\)"
+    ):
+        read_traced_result(traced, model=model)
