@@ -3,6 +3,7 @@
 FBGEMM's CUDA build brings Meta kernels for its training ops, its CPU build (read: 1.8.0) does not.
 """
 
+import functools
 import re
 import sys
 import threading
@@ -151,13 +152,16 @@ _RULES: dict[str, Rule] = {
 }
 
 
-def _lacking() -> Iterator[str]:
-    """Yields the FBGEMM ops that run on CPU and cannot run on fake tensors."""
-    for name in operator_names("fbgemm"):
-        if has_kernel(name, "CPU") and not has_kernel(
-            name, "Meta", "CompositeImplicitAutograd", "CompositeExplicitAutograd"
-        ):
-            yield name
+@functools.cache
+def _rule_of(name: str) -> Rule | None:
+    return next((rule for pattern, rule in _RULES.items() if re.fullmatch(f"fbgemm::{pattern}", name)), None)
+
+
+def _is_lacking(name: str) -> bool:
+    """Whether an FBGEMM op runs on CPU and cannot run on fake tensors."""
+    return has_kernel(name, "CPU") and not has_kernel(
+        name, "Meta", "CompositeImplicitAutograd", "CompositeExplicitAutograd"
+    )
 
 
 class _Registration:
@@ -190,12 +194,8 @@ _REGISTRATION = _Registration()
 
 
 def _register() -> tuple[TracingKernels, tuple[str, ...]]:
-    rules = {
-        name: rule
-        for name in _lacking()
-        for pattern, rule in _RULES.items()
-        if re.fullmatch(f"fbgemm::{pattern}", name)
-    }
+    ruled = ((name, _rule_of(name)) for name in operator_names("fbgemm"))
+    rules = {name: rule for name, rule in ruled if rule is not None and _is_lacking(name)}
     kernels = TracingKernels("fbgemm")
     for name, rule in rules.items():
         kernels.add_fake(name, rule)
