@@ -82,8 +82,14 @@ def gradient_hook_ids(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...],
 
 def give_gradient_hooks(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Lets the hooks that get the gradient of a tensor get that of another, in the same order."""
-    for hook in (_hooks_of_tensor(tensor) or {}).values():
+    for hook in (gradient_hooks(tensor) or {}).values():
         other.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def gradient_hooks(tensor: torch.Tensor) -> dict[int, Any] | None:
+    """Returns the hooks that get a tensor's gradient, by number, to be changed in place; None if there never were."""
+    hooks: dict[int, Any] | None = _hooks_of_tensor(tensor)
+    return hooks
 
 
 def have_hooks(tensors: Sequence[torch.Tensor]) -> bool:

@@ -125,7 +125,7 @@ def trace_step(
             """Returns the parameters, and buffers, that have gradients, by FQN."""
             return {fqn: parameter for fqn, parameter in named.items() if parameter.grad is not None}
 
-        left_tensors, check_structure = LeftTensors(model), structure_check(model, first_call=FIRST_CALL)
+        left_tensors, check_structure = LeftTensors(model), structure_check(model, state, first_call=FIRST_CALL)
         given = [args[index] for index in structure.same or range(len(args))]
         records.append(record := record_calls(model, identity, given, only_undo=not is_recorded))
         with (

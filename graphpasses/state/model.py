@@ -17,6 +17,7 @@ from torch import nn
 from graphpasses._torch.module_hooks import (
     dict_versions,
     gradient_hook_ids,
+    gradient_hooks,
     guard_of,
     has_accumulation_hooks,
     have_hooks,
@@ -254,9 +255,9 @@ def _hook_error(fqn: str, kinds: str = "register_hook") -> CaptureError:
     )
 
 
-def structure_check(model: nn.Module, *, first_call: str) -> Callable[[], None]:
+def structure_check(model: nn.Module, tensors: Mapping[str, torch.Tensor], *, first_call: str) -> Callable[[], None]:
     """Returns what raises if a step changes which modules a model has, their ties, or what counts of them, but for
-    their modes; ``first_call`` ends the message.
+    their modes; ``tensors`` are its own, for which others stand. ``first_call`` ends the message.
     """
     before, modules = dict(model.named_modules()), [*model.modules()]
     every = frozenset(range(len(modules)))
@@ -266,7 +267,15 @@ def structure_check(model: nn.Module, *, first_call: str) -> Callable[[], None]:
         # Of a DTensor each name is traced by a tensor of its own, and FSDP2 puts others there.
         return _first([None if is_tensor_subclass(each) else each for each in _tensors(modules, names)])
 
+    watched = trained_state(model)
+    # While these are traced they answer for what stands for them.
+    own = [*map(gradient_hooks, tensors.values())]
+
+    def hooks() -> list[list[int]]:
+        return [[*(each or ())] for each in (*own, *map(gradient_hooks, watched.values()))]
+
     facts, tied, unsaved = _facts(modules, every), ties(), [*map(unsaved_buffers, modules)]
+    hooked = hooks()
 
     def check() -> None:
         for fqn, module in model.named_modules():
@@ -281,6 +290,12 @@ def structure_check(model: nn.Module, *, first_call: str) -> Callable[[], None]:
                     raise CaptureError(
                         f"forward changes {what!r} of a module, and a captured step would not{first_call}"
                     )
+        for fqn, was_hooked, is_hooked in zip((*tensors, *watched), hooked, hooks(), strict=True):
+            if was_hooked != is_hooked:
+                raise CaptureError(
+                    f"loss_fn, or a hook, adds or removes a hook that gets the gradient of {fqn!r}, and a captured "
+                    f"step would not{first_call}"
+                )
         if [*map(unsaved_buffers, modules)] != unsaved:
             raise CaptureError(f"forward sets whether a buffer is saved, and a captured step would not{first_call}")
         if any(was != now for was, now in zip(tied, ties(), strict=True) if -1 not in (was, now)):

@@ -121,3 +121,29 @@ def test_a_trace_that_calls_no_hooks_is_refused() -> None:
     traced = minimal_fx_tracer(train, module=model)(torch.ones(3, 4))
     with pytest.raises(CaptureError, match=r"^a hook on parameter '0\.weight' .* \(register_hook\)"):
         read_traced_result(traced, model=model)
+
+
+def adds(model: Any, handles: list[Any]) -> None:
+    def add(gradient: Tensor) -> None:
+        model[2].weight.register_hook(torch.neg)
+
+    model[0].weight.register_hook(add)
+
+
+def adds_to_another_name(model: Any, handles: list[Any]) -> None:
+    weight = model[2].weight  # no stand-in
+    model[0].weight.register_hook(lambda gradient: weight.register_hook(torch.neg) and None)
+
+
+def removes(model: Any, handles: list[Any]) -> None:
+    handles.append(model[0].weight.register_hook(lambda gradient: handles[0].remove()))
+
+
+@pytest.mark.parametrize("change", [adds, adds_to_another_name, removes])
+def test_a_step_that_changes_hooks_is_refused_and_they_are_put_back(change: Callable[..., None]) -> None:
+    model = build()
+    change(model, [])
+    before = [[*(each._backward_hooks or ())] for each in model.parameters()]
+    with pytest.raises(CaptureError, match="adds or removes a hook that gets the gradient of"):
+        gp.capture_train_step(loss_fn, model, torch.ones(3, 4), check=False)
+    assert [[*(each._backward_hooks or ())] for each in model.parameters()] == before
