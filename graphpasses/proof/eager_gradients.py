@@ -174,10 +174,10 @@ class EagerGradients:
         whole = [self._of[each.gradient] for each in in_order]
         yield self._total([elements.cast(self.values, each, dtype) for each in whole])
 
-    def _total(self, summands: list[Value]) -> Value | None:
-        total: Value | None = summands[0]
+    def _total(self, summands: list[Value | None]) -> Value | None:
+        total = summands[0]
         for each in summands[1:]:
-            total = None if total is None else elements.add(self.values, total, each)
+            total = None if total is None or each is None else elements.add(self.values, total, each)
         return total
 
     def _rows(self, info: ParameterInfo, total: Value, shards: int) -> Value | None:

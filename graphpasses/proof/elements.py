@@ -103,8 +103,8 @@ _CAST_ARGUMENTS = {"dtype", "layout", "device", "pin_memory", "non_blocking", "m
 
 @axiom(
     "casts",
-    "a cast of an element depends on that element alone, so it commutes with all of these; one to a dtype that has "
-    "all values of the first, and back, changes nothing",
+    "a cast of an element, but of a fraction to an integer, depends on that element alone, so it commutes with all "
+    "of these; one to a dtype that has all values of the first, and back, changes nothing",
     aten._to_copy.default,
 )
 def _to_copy(values: Values, result: Any, x: Value, **kwargs: Any) -> Result:
@@ -124,9 +124,11 @@ def _copy(values: Values, result: Any, _: Value, x: Value, non_blocking: bool = 
     return cast(values, x, result.dtype) if is_alike else None
 
 
-def cast(values: Values, x: Value, dtype: torch.dtype) -> Value:
+def cast(values: Values, x: Value, dtype: torch.dtype) -> Value | None:
     if x.dtype == dtype:
         return x
+    if _is_fraction(x.dtype) and not _is_fraction(dtype) and dtype != torch.bool:
+        return None  # of what the dtype does not have, a vector, its tail and a GPU make different integers
 
     def apply(element: torch.Tensor) -> torch.Tensor | None:
         made = element.to(dtype)
@@ -135,9 +137,14 @@ def cast(values: Values, x: Value, dtype: torch.dtype) -> Value:
     terms = [term_of(values, piece.source, "neg") for piece in x.pieces or ()]
     are_negatives = terms and all(term is not None and term.dtype == x.dtype for term in terms)
     if x.dtype in _FLOATS and dtype in _FLOATS and are_negatives:
-        return _negative(values, cast(values, _negative(values, x), dtype))
+        positive = cast(values, _negative(values, x), dtype)
+        return None if positive is None else _negative(values, positive)
     undone = ("cast", (x.dtype,), dtype) if _holds_all(x.dtype, dtype) else None
     return _lifted(values, x, dtype, ("cast", (dtype,), x.dtype), apply, undone)
+
+
+def _is_fraction(dtype: torch.dtype | None) -> bool:
+    return dtype is not None and (dtype.is_floating_point or dtype.is_complex)
 
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -152,7 +159,7 @@ def _holds_all(wide: torch.dtype | None, narrow: torch.dtype) -> bool:
 
 _SCALING = (
     "a product or quotient with a number, of no complex ones, depends on one element alone, is rounded once, and "
-    "with 1 not at all"
+    "with 1 not at all; a quotient depends on the kind of device"
 )
 
 
@@ -174,11 +181,11 @@ def _scaled(name: str, target: Any) -> Rule:
             number = float(number)
         if name == "mul" and result.dtype == x.dtype and (unscaled := _unscaled(values, x, number)):
             return rule(values, result, *unscaled)
-        key = (name, (result.dtype, freeze(number), number), x.dtype)
+        by_device = (result.device.type,) if name == "div" else ()  # CUDA divides by multiplying
+        key = (name, (result.dtype, freeze(number), number, *by_device), x.dtype)
 
         def apply(element: torch.Tensor) -> torch.Tensor | None:
             is_zero = element.item() == 0 and number != 0 and math.isfinite(number)
-            # CUDA divides by multiplying.
             return target(element, number) if is_zero or result.device.type == "cpu" else None
 
         return _lifted(values, x, result.dtype, key, apply)

@@ -251,7 +251,10 @@ class Evaluation(Arrivals):
         """Returns what a collective brings once someone waits for it."""
         sent, group = self._read(node.all_input_nodes[0]), str(collective_group(node))
         given_args, given_kwargs = self._arguments(node)
-        args, kwargs = evaluated((given_args, given_kwargs), self._number)
+        writes = written_inputs(node)
+        # What is sent from where it lies is sent in the order of its memory; of others a contiguous copy is.
+        read = self._number_and_strides if writes else self._number
+        args, kwargs = evaluated((given_args, given_kwargs), read)
         key = ("collective", str(node.target), freeze(args), freeze(kwargs))
         fake = self._facts[node]
         result: Result = None
@@ -270,7 +273,7 @@ class Evaluation(Arrivals):
         members = self._packs.members(sent.number) if isinstance(sent, Value) else []
         given = tuple(map(self._table.__getitem__, members)) or self._sent_by(node)
         self._done.collectives.append(Collective(node, given, group, freeze(args[1:]), bool(members)))
-        if writes := written_inputs(node):
+        if writes:
             result = self._written(node, writes, key, result)
         self._launch_into(node)
         return result

@@ -24,6 +24,7 @@ from graphpasses.proof.core.views import View
 from graphpasses.proof.difference import place_of
 from graphpasses.proof.evaluate import EXACT_KERNELS, Evaluation
 from graphpasses.proof.evaluated import Evaluated
+from graphpasses.proof.first_facts import FirstFacts
 from graphpasses.proof.rows import RowValues
 from graphpasses.proof.sizes import TELLS_SIZES, Sizes
 from graphpasses.proof.torch_calls import TorchCalls, other_input
@@ -82,16 +83,15 @@ def evaluate_both(subject: str, before: TrainGraph, after: TrainGraph, captured:
         raise ProofError(f"{subject} is not proved to keep anything: {what}")
     values = RowValues()
     sizes = Sizes(values, {group: told for (name, group), told in after.told.items() if name == TELLS_SIZES})
-    facts = Facts(before.graph)
+    known: Facts = FirstFacts(before.graph if captured is None or isinstance(before, DynamoGraph) else captured.graph)
     if isinstance(before, DynamoGraph) and isinstance(after, DynamoGraph):
         if other := other_input(before, after):
             raise ProofError(f"{subject} is not proved to keep anything: input {other} is another one")
-        one = TorchCalls(before, values, facts, constants=after.copied_constants, sizes=sizes).run()
+        one = TorchCalls(before, values, known, constants=after.copied_constants, sizes=sizes).run()
         sizes.begin_second()
-        pair = Pair(values, sizes, one, TorchCalls(after, values, _facts_of(after, before, facts), sizes=sizes).run())
+        pair = Pair(values, sizes, one, TorchCalls(after, values, _facts_of(after, before, known), sizes=sizes).run())
     else:
-        if captured is not None:
-            facts = _facts_of(before, captured, Facts(captured.graph))
+        facts = known if captured is None else _facts_of(before, captured, known)
         both: Any = {"sizes": sizes, "outside": _from_outside(before, after)}
         one = Evaluation(before, values, facts, constants=after.copied_constants, **both).run()
         sizes.begin_second()
@@ -147,7 +147,7 @@ def _evaluate_updates(before: TrainGraph, after: TrainGraph, pair: Pair) -> None
     held = None if after.update is None else after.update.copied_constants
     for graph, done in ((before, pair.one), (after, pair.two)):
         if (update := _update_of(graph, pair.two)) is not None:
-            facts = Facts(update.graph) if known is None else _facts_of(update, *known)
+            facts = FirstFacts(update.graph) if known is None else _facts_of(update, *known)
             known = update, facts
             given = _given_to(graph, pair.two) | done.written
             constants = held if graph is before else None

@@ -29,7 +29,7 @@ class Kind(NamedTuple):
 KINDS = {
     "cast": Kind("a cast to {}", lambda x, dtype: x.to(dtype)),
     "mul": Kind("a product with {2}", lambda x, dtype, _, number: (x * number).to(dtype)),
-    "div": Kind("a quotient by {2}", lambda x, dtype, _, number: (x / number).to(dtype)),
+    "div": Kind("a quotient by {2}", lambda x, dtype, _, number, device: (x / number).to(dtype)),
     "neg": Kind("a negative", lambda x: -x),
     "sum": Kind("a sum", lambda x, y: x + y),
     "product": Kind("a product", lambda x, y: x * y),

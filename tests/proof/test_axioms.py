@@ -23,7 +23,8 @@ from tests.proof.numbers import FLOATS, random_bits, same_but_nans
 
 aten = torch.ops.aten
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
-ALL = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool)
+INTEGERS = (torch.int64, torch.int32, torch.uint8)
+ALL = (*FLOATS, *INTEGERS, torch.bool)
 X, Y, Z = "x", "y", "z"  # of shapes (4, 6), (4, 6) and (2, 6)
 
 # Operator, arguments, and the dtypes that the axiom is claimed for.
@@ -162,7 +163,10 @@ def check_rule(target: object, device: str) -> None:
                     kwargs["device"] = torch.device(device)
                 expected = target(*replaced(args, on_device), **kwargs)
                 found = RULES[target][1](values, expected, *replaced(args, numbers), **kwargs)
-                num_compared += compared(values, found, expected, on_device)
+                if dtype in FLOATS and kwargs.get("dtype") in INTEGERS and target == aten._to_copy.default:
+                    assert found is None  # of fractions that are too large kernels make different integers
+                else:
+                    num_compared += compared(values, found, expected, on_device)
     assert num_compared
 
 

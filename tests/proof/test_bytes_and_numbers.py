@@ -124,3 +124,45 @@ def test_in_place_results_are_cast_where_they_are_run(captured: CapturedStep) ->
         return make
 
     assert answer(captured, added(True), added(False)) == "not proved"
+
+
+def on_gpu(code: Code, of: fx.Node) -> fx.Node:
+    return code._to_copy_default(of, device=torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("compute", "is_alike"),
+    [
+        (lambda code, of: code.mul_Tensor(of, 3.0), True),
+        (lambda code, of: code.div_Tensor(of, 2.0), True),
+        (lambda code, of: code.add_Tensor(of, of), True),
+        (lambda code, of: code._to_copy_default(of, dtype=torch.bfloat16), True),
+        (lambda code, of: code.div_Tensor(of, 3.0), False),  # a GPU multiplies
+        (lambda code, of: code._to_copy_default(of, dtype=torch.int32), False),  # and has another number for 1e30
+    ],
+)
+def test_what_two_devices_compute_alike(
+    captured: CapturedStep, compute: Callable[[Code, fx.Node], fx.Node], is_alike: bool
+) -> None:
+    def after(code: Code) -> fx.Node:
+        return on_gpu(code, compute(code, code.x))
+
+    found = answer(captured, lambda code: compute(code, on_gpu(code, code.x)), after)
+    assert found == ("proved" if is_alike else "not proved")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.uint32, torch.int64])
+def test_integers_of_fractions_that_may_be_too_large(captured: CapturedStep, dtype: torch.dtype) -> None:
+    """A CPU makes other integers of them in a vector than in its tail."""
+
+    def make(is_cut_first: bool) -> Callable[[Code], fx.Node]:
+        def function(code: Code) -> fx.Node:
+            large = code.mul_Tensor(code.x, 1e10)
+            if is_cut_first:
+                return code._to_copy_default(code.slice_Tensor(large, 1, 0, 7), dtype=dtype)
+            return code.slice_Tensor(code._to_copy_default(large, dtype=dtype), 1, 0, 7)
+
+        return function
+
+    assert answer(captured, make(False), make(False)) == "proved"
+    assert answer(captured, make(False), make(True)) != "proved"

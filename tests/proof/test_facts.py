@@ -152,3 +152,43 @@ def test_what_cannot_be_run_is_named_whatever_it_raises() -> None:
     node.args = (node.args[0], 0)
     with pytest.raises(ProofError, match="pixel_shuffle cannot be run"):
         prove(step, made)
+
+
+CONTIGUOUS = {"memory_format": torch.contiguous_format}
+
+
+def turned_copy(code: Code) -> tuple[CapturedStep, fx.Node]:
+    """A step in which a product reads a copy that lies turned."""
+    copy = code.clone_default(code.t_default(code.x))
+    return code.finished(code.sum_default(code.mm_default(copy, code.weight))), copy
+
+
+def test_strides_that_the_first_graph_says_wrongly(captured: CapturedStep) -> None:
+    """As a pass leaves them that was not proved."""
+    (one, copy), (two, _) = turned_copy(Code(captured)), turned_copy(Code(captured))
+    assert prove(one, two)
+    copy.kwargs = CONTIGUOUS
+    assert [name for name, _ in prove(one, two).unproved] == ["the loss"]
+
+
+def test_a_fake_value_of_both_graphs_that_a_pass_has_written(captured: CapturedStep) -> None:
+    one, copy = turned_copy(Code(captured))
+    two = one.copy()
+    (other,) = (node for node in two.graph.nodes if node.name == copy.name)
+    assert other.meta["val"] is copy.meta["val"]
+    other.kwargs = CONTIGUOUS
+    other.meta["val"].as_strided_((8, 8), (8, 1))
+    assert [name for name, _ in prove(one, two).unproved] == ["the loss"]
+
+
+def test_a_copy_of_which_the_first_graph_says_that_it_is_a_view(captured: CapturedStep) -> None:
+    def make(target: torch._ops.OpOverload) -> CapturedStep:
+        code = Code(captured)
+        flat = code.view_default(code.clone_default(code.x), [64])
+        code.mul__Tensor(flat.args[0], 2.0)
+        flat.target = target
+        return code.finished(code.sum_default(flat))
+
+    assert prove(make(aten.view.default), make(aten.view.default))
+    with pytest.raises(ProofError, match="changes the loss"):
+        prove(make(aten.view_copy.default), make(aten.view.default))

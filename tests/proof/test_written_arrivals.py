@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import graphpasses as gp
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.errors import ProofError
+from tests.proof.code import Code, Make, answer, capture_model
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 
@@ -92,3 +93,26 @@ def test_several_launches_into_one_memory(target: object, message: str) -> None:
         after.graph.lint()
         with pytest.raises(ProofError, match=f"depend on chance: {message}"):
             gp.prove(step, after)
+
+
+def test_what_is_reduced_in_place_is_added_in_the_order_of_its_memory() -> None:
+    """Where an element lies in what is sent decides in which order ranks add it up, as with 4 ranks of gloo."""
+
+    def make(launch: torch._ops.OpOverload, *, is_turned: bool) -> Make:
+        def function(code: Code) -> fx.Node:
+            turned = code.clone_default(code.t_default(code.clone_default(code.x)))
+            sent = turned if is_turned else code.clone_default(turned, memory_format=torch.contiguous_format)
+            came = code.call(collectives.wait_tensor.default, code.call(launch, sent, "sum", "0"))
+            return code.sin_default(code.clone_default(came, memory_format=torch.contiguous_format))
+
+        return function
+
+    with fake_process_group(4):
+        step = capture_model()
+        # Not in place it sends a contiguous copy.
+        for launch, found in (
+            (collectives.all_reduce_.default, "refused"),
+            (collectives.all_reduce.default, "proved"),
+        ):
+            assert answer(step, make(launch, is_turned=True), make(launch, is_turned=True)) == "proved"
+            assert answer(step, make(launch, is_turned=True), make(launch, is_turned=False)) == found

@@ -68,7 +68,7 @@ class Facts:
                 value = self.values[node] = self._computed(node)
                 if original is not None and value is original.meta.get("val") and _depends_on_data(value):
                     self._stale.add(node)
-            self._place(node)
+            self.note_places(node)
 
     def __getitem__(self, node: fx.Node) -> Any:
         return self.values[node]
@@ -149,7 +149,7 @@ class Facts:
 
     # ---- memory ---------------------------------------------------------------------------------------------------
 
-    def _place(self, node: fx.Node) -> None:
+    def note_places(self, node: fx.Node) -> None:
         """Notes where the tensors of a node lie."""
         if node.op in ("placeholder", "get_attr"):
             self.places[node] = [self._place_outside(node, *each) for each in leaves(self.values[node])]
