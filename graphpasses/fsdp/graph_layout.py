@@ -89,9 +89,8 @@ def _collectives_behind(value: fx.Node | None, info: ParameterInfo) -> Iterator[
             yield argument(node), part, sizes or (_numel(node),)
             # HSDP: the reduce-scatter comes first, same places; then what earlier microbatches left is added.
             source = argument(node).args[0]
-            for target in (aten.add.Tensor, aten.div.Scalar):
-                if calls(source, target):
-                    source = argument(source)
+            while isinstance(source, fx.Node) and source.target in (aten.add.Tensor, *_KEEP_PLACE):
+                source = argument(source)
             if is_result_of(source, REDUCE_SCATTERS, info.shard_ranks):
                 pending.append((source, part, sizes))
         elif is_result_of(node, REDUCE_SCATTERS, info.shard_ranks):

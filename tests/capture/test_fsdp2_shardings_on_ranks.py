@@ -63,6 +63,11 @@ def per_layer(model: nn.Module, mesh: DeviceMesh) -> None:
         fully_shard(module, mesh=mesh, mp_policy=BF16)
 
 
+def over_replicas(model: nn.Module, mesh: DeviceMesh) -> None:
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=make_mesh(hybrid=True), mp_policy=BF16)
+
+
 def ignored_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
     ignored = {layer.gain for layer in model.layers}
     for module in (*model.layers, model):
@@ -165,8 +170,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, DeviceMesh]
         sharded_inside,
         *((dtypes_by_parameter, kept_in_float32) if RELEASE >= (2, 15) else ()),
     )
-} | {"in_turn": (InTurn, per_layer)}
-ON_4_RANKS = ("ignored_parameters", "on_several_dims", "to_a_smaller_mesh", "replicated")  # else on two
+} | {"in_turn": (InTurn, per_layer), "in_turn_over_replicas": (InTurn, over_replicas)}
+# Others run on two.
+ON_4_RANKS = ("ignored_parameters", "on_several_dims", "to_a_smaller_mesh", "replicated", "in_turn_over_replicas")
 
 
 def train(name: str, rank: int) -> Outcome:
