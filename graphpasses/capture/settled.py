@@ -10,7 +10,7 @@ from torch import fx, nn
 from graphpasses._torch.step_tracer import TracedFunction
 from graphpasses.errors import CaptureError
 from graphpasses.identity import same_bits
-from graphpasses.state.counted import CountedError, is_countable
+from graphpasses.state.counted import CountedError, Place, is_countable
 from graphpasses.state.left_tensors import Left
 from graphpasses.state.patterns import OldValueError
 from graphpasses.state.reads import Reads
@@ -28,22 +28,26 @@ def trace_until_settled(
         left[0].mark()
         changed, is_same, different = reads.changed(), True, None
         if changed or left[0].places:
-            place_read = left[0].give_stand_ins(model)
+            names_read = left[0].give_stand_ins(model)
             try:
                 again, decided_again = trace()
             except OldValueError as error:
-                raise CaptureError(left[0].refusals.get(str(place_read())) or str(error)) from error
+                if places := left[0].changing_numbers(None, names_read()):
+                    raise CountedError(*places) from None
+                raise CaptureError(left[0].refusal_of(names_read()) or str(error)) from error
             is_same = decided == decided_again and _same_graphs(traced.gm, again.gm)
-            different = place_read() or left[0].difference(left[1], is_same=is_same)
+            if places := left[0].changing_numbers(left[1], names_read()):
+                raise CountedError(*places)
+            different = left[0].refusal_of(names_read()) or left[0].difference(left[1], is_same=is_same)
         changed_again = reads.changed()
-        numbers = []
+        numbers: list[str | Place] = []
         for slot, (first, key) in changed.items():
             second, _ = changed_again.get(slot, (None, None))
             last = first.before if second is None else second.now
             texts = [*map(str, (first.before, first.now, last))]
             if second is None or second.now != first.now:
-                if is_countable(model, slot.path):
-                    numbers.append(slot.path)
+                if found := [slot.path] if is_countable(model, slot.path) else reads.changing_numbers(slot, *left):
+                    numbers += found
                     continue
                 raise CaptureError(
                     f"forward reads attribute {slot.path!r} and changes it at each call ({', '.join(texts)}), and "
@@ -58,7 +62,7 @@ def trace_until_settled(
         if numbers:
             raise CountedError(*numbers)
         if different is not None:
-            raise CaptureError(left[0].refusals[different])
+            raise CaptureError(different)
     return traced
 
 

@@ -101,6 +101,7 @@ def trace_step(
     found: dict[str, Any] = {}  # what else a trace brings: of several, which are alike, the last
     random_calls, reads = RandomCalls(), Reads(model, loss_fn)
     paths, leaves = (*structure.paths, *counted.paths), [*leaves, *counted.read(model)]
+    counts = counted.read_numbers(model)
     for fqn in counted.fqns:
         reads.ignore(fqn)
     decisions = Decisions(model, list(zip(paths, leaves, strict=True)), varying, counted.paths)
@@ -142,7 +143,7 @@ def trace_step(
             communication_traced(model, copies=copies) as reductions,
             held_traced(state, dict(named_state(model)), held),
         ):
-            counted.give(model, numbers)
+            counted.write(model, [number.item() for number in numbers])
             with (
                 _autocast_cached(model, keeps_casts=keeps_casts),
                 other_models_refused(model),
@@ -234,6 +235,8 @@ def trace_step(
     finally:
         for record in reversed(records):
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
+        counted.write(model, counts)
+        reads.look_again(counted.places)
     calls, guards = records[0].calls, decisions.guards
     return Trace(
         traced,

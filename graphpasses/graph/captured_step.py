@@ -332,8 +332,8 @@ class CapturedStep(TrainGraph):
                 "the step has its model's optimizer in it; capture a step of the other model with its own optimizer"
             )
         parameters, snapshot = parameter_infos(model, self.identity), self.snapshot.for_model(model, groups or {})
-        left = self.left_values.for_model(snapshot.attributes)
-        return replace(self, model=model, parameters=parameters, snapshot=snapshot, left_values=left)
+        left, counted = self.left_values.for_model(snapshot.attributes), self.counted.for_model(snapshot.attributes)
+        return replace(self, model=model, parameters=parameters, snapshot=snapshot, left_values=left, counted=counted)
 
     @cached_property
     def _unsharded(self) -> Unsharded:

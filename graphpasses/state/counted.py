@@ -1,18 +1,56 @@
-"""Numbers in attributes that forward changes at each call, as a count of its calls: a step reads and leaves them."""
+"""Numbers that a step changes at each call, as a count of its calls: it reads and leaves them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from graphpasses.errors import CaptureError
+from graphpasses.state.keys import MISSING
+from graphpasses.state.patterns import Computed, Same
+from graphpasses.state.slots import Owner, Slot, can_write, read, write
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a number stands that is no attribute of a module's own."""
+
+    owner: Owner = field(compare=False)
+    slot: Slot = field(compare=False)
+    slot_path: str
+    keys: tuple[Any, ...] = ()  # in the containers that stand there
+
+    @property
+    def path(self) -> str:
+        """What messages call it."""
+        return self.slot_path + "".join(f"[{key!r}]" for key in self.keys)
+
+    @property
+    def holder(self) -> Any:
+        """What has it: a container, or the owner."""
+        return replace(self, keys=self.keys[:-1]).read() if self.keys else self.owner.value
+
+    def read(self) -> Any:
+        """Returns what stands there, or :data:`MISSING`."""
+        value = read(self.owner.value, self.slot.name)
+        for key in self.keys:
+            value = _item(value, key)
+        return value
+
+    def write(self, value: Any) -> None:
+        """Puts another number there."""
+        if self.keys:
+            self.holder[self.keys[-1]] = value
+        else:
+            write(self.owner.value, self.slot.name, value)
 
 
 class CountedError(CaptureError):
-    """Forward changes numbers in attributes at each call, whose FQNs it has: the step is to have them as inputs."""
+    """A step changes numbers at each call, whose places it has, or FQNs of attributes: they are to be its inputs."""
 
 
 _DTYPES = {int: torch.int64, float: torch.float64}
@@ -20,25 +58,47 @@ _DTYPES = {int: torch.int64, float: torch.float64}
 
 @dataclass(frozen=True)
 class Counted:
-    """The attributes of a model's modules that are inputs of a step, as tensors are."""
+    """The numbers that are inputs of a step, as tensors are: in attributes of a model's modules, and elsewhere."""
 
     fqns: tuple[str, ...] = ()
+    places: tuple[Place, ...] = ()
 
     @property
     def paths(self) -> tuple[str, ...]:
         """What messages call the inputs."""
-        return tuple(f"attribute {fqn!r}" for fqn in self.fqns)
+        return (*(f"attribute {fqn!r}" for fqn in self.fqns), *(repr(place.path) for place in self.places))
+
+    def and_also(self, error: CountedError) -> Counted:
+        """Returns these, and what an error has."""
+        places = tuple(each for each in error.args if isinstance(each, Place))
+        fqns = tuple(each for each in error.args if not isinstance(each, Place))
+        return replace(self, fqns=(*self.fqns, *fqns), places=(*self.places, *places))
 
     def read(self, model: nn.Module) -> list[Any]:
         """Returns the numbers as tensors, or what stands there instead."""
-        values = (_place(model, fqn) for fqn in self.fqns)
-        return [_as_tensor(state.get(name)) for state, name in values]
+        return [*map(_as_tensor, self.read_numbers(model))]
 
-    def give(self, model: nn.Module, tensors: list[torch.Tensor]) -> None:
-        """Sets the attributes to the numbers in tensors: of those that are traced, to symbolic ones."""
-        for fqn, tensor in zip(self.fqns, tensors, strict=True):
+    def read_numbers(self, model: nn.Module) -> list[Any]:
+        """Returns what stands there."""
+        values = (_place(model, fqn) for fqn in self.fqns)
+        return [*(state.get(name) for state, name in values), *(place.read() for place in self.places)]
+
+    def write(self, model: nn.Module, numbers: list[Any]) -> None:
+        """Puts others there."""
+        for fqn, number in zip(self.fqns, numbers, strict=False):
             state, name = _place(model, fqn)
-            state[name] = tensor.item()
+            state[name] = number
+        for place, number in zip(self.places, numbers[len(self.fqns) :], strict=True):
+            place.write(number)
+
+    def for_model(self, attributes: Iterable[Owner]) -> Counted:
+        """Returns the same of a step of another model, which has these attributes."""
+        slots = {slot.path: (owner, slot) for owner in attributes for slot in owner.slots.values()}
+        for place in self.places:
+            if place.slot_path not in slots:
+                raise CaptureError(f"the step counts in {place.path!r}; capture the other model's step")
+        places = ((place, *slots[place.slot_path]) for place in self.places)
+        return replace(self, places=tuple(replace(each, owner=owner, slot=slot) for each, owner, slot in places))
 
 
 NONE_COUNTED = Counted()
@@ -54,6 +114,36 @@ def is_countable(model: nn.Module, fqn: str) -> bool:
 def is_number(value: Any) -> bool:
     """Whether a value is a number that a tensor may carry."""
     return type(value) in _DTYPES
+
+
+def changing_numbers(owner: Owner, slot: Slot, pattern: Any, later: Any, was_read: Collection[str]) -> list[Place]:
+    """Returns where a slot, or a container in it, had a number that a step changes at each call.
+
+    Its ``pattern`` is what the step leaves, ``later`` what it leaves the next time, of which ``was_read`` has the
+    names of computed ones that the step reads.
+    """
+    copies = {id(container): items for container, items in slot.copies}
+
+    def find(keys: tuple[Any, ...], before: Any, one: Any, other: Any) -> Iterator[Place]:
+        if is_number(before):
+            is_computed = isinstance(one, Computed) and one.kind is type(before) and one.name in was_read
+            is_other = type(one) is type(other) is type(before) and one != other
+            if is_computed or is_other:
+                yield Place(owner, slot, slot.path, keys)
+        elif isinstance(one, Same) and id(before) in copies:
+            was, now, then = copies[id(before)], one.items, other.items if isinstance(other, Same) else {}
+            for key, item in was.items() if isinstance(was, dict) else enumerate(was):
+                yield from find((*keys, key), item, _item(now, key), _item(then, key))
+
+    if not is_number(slot.value) or can_write(owner.value, slot.name):
+        return [*find((), slot.value, pattern, later)]
+    return []
+
+
+def _item(items: Any, key: Any) -> Any:
+    if isinstance(items, dict):
+        return items.get(key, MISSING)
+    return items[key] if isinstance(items, list) and isinstance(key, int) and key < len(items) else MISSING
 
 
 def _place(model: nn.Module, fqn: str) -> tuple[dict[str, Any], str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,7 +20,7 @@ from graphpasses._torch.schemas import is_tensor_subclass
 from graphpasses._torch.storage import memories
 from graphpasses.errors import CaptureError
 from graphpasses.identity import attributes_restored, find_state, put_back
-from graphpasses.state.counted import CountedError, is_number
+from graphpasses.state.counted import CountedError, Place, changing_numbers, is_number
 from graphpasses.state.keys import CONTAINERS, MISSING, key_of
 from graphpasses.state.model import is_trained, with_gradients
 from graphpasses.state.patterns import COMPUTED, filled, misfit, pattern_of, stand_ins, walk, was_read
@@ -111,17 +111,30 @@ class Left:
         for slot, pattern in (*((slot, self.values[path]) for path, (_, slot) in self.places.items()), *self.also):
             slot.left = pattern
 
-    def give_stand_ins(self, model: nn.Module) -> Callable[[], str | None]:
-        """Leaves, for what a step computes, what raises when it is read; returns what tells where one was."""
-        made = {path: stand_ins(self.values[path]) for path in self.places}
-        now = replace(self, values={path: self.values[path] for path in self.places})
-        now.leave(model, {name: each for of_one in made.values() for name, each in of_one.items()})
-        return lambda: next((path for path, of_one in made.items() if any(map(was_read, of_one.values()))), None)
+    def give_stand_ins(self, model: nn.Module) -> Callable[[], set[str]]:
+        """Leaves, for what a step computes, what raises when it is read; returns what tells the names of such."""
+        made = {name: each for path in self.places for name, each in stand_ins(self.values[path]).items()}
+        replace(self, values={path: self.values[path] for path in self.places}).leave(model, made)
+        return lambda: {name for name, each in made.items() if was_read(each)}
+
+    def refusal_of(self, names: Collection[str]) -> str | None:
+        """Says why the first place is refused of which the next step reads what this computes, by these names."""
+        places = (path for path in self.places if not stand_ins(self.values[path]).keys().isdisjoint(names))
+        return next(map(self.refusals.__getitem__, places), None)
 
     def difference(self, other: Left, *, is_same: bool) -> str | None:
-        """Returns a place that another step gives something else; any, unless that ``is_same`` else; or None."""
+        """Says why the first place is refused that another step gives something else; any, unless it ``is_same``."""
         pairs = ((path, *(each.values.get(path, MISSING) for each in (self, other))) for path in self.places)
-        return next((path for path, one, another in pairs if not is_same or misfit(another, one)), None)
+        different = (path for path, one, another in pairs if not is_same or misfit(another, one))
+        return next(map(self.refusals.__getitem__, different), None)
+
+    def changing_numbers(self, later: Left | None, names: Collection[str]) -> list[Place]:
+        """Returns where the step changes a number at each call, as ``later`` shows, which goes on where this one
+        ended, or what it reads by ``names``.
+        """
+        values = {} if later is None else later.values
+        each = ((*place, self.values[path], values.get(path, MISSING)) for path, place in self.places.items())
+        return [place for found in each for place in changing_numbers(*found, names)]
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from graphpasses._torch.module_hooks import hooks
 from graphpasses.errors import CaptureError
 from graphpasses.identity import walk_modules
 from graphpasses.state.calls import calls_watched, stored_names
+from graphpasses.state.counted import Place, changing_numbers
 from graphpasses.state.keys import MISSING, Key, attributes_of, key_of
 from graphpasses.state.left_tensors import IN_CONTAINER, Left
 from graphpasses.state.origin import is_torchs, is_users, is_users_code, users_modules
@@ -157,6 +158,20 @@ class Reads:
         for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
             open_(name, tensor)
         open_(getattr(self._loss_fn, "__name__", type(self._loss_fn).__name__), self._loss_fn)
+
+    def changing_numbers(self, slot: Slot, left: Left, later: Left) -> list[Place]:
+        """Returns where a container in an attribute of a module has a number that the step changes at each call."""
+        owner = next(each for each in self.attributes if slot in each.slots.values())
+        pattern, then = (each.values.get(slot.path, MISSING) for each in (left, later))
+        return changing_numbers(owner, slot, pattern, then, ())
+
+    def look_again(self, places: Collection[Place]) -> None:
+        """Takes what now stands in slots that had a traced number, of these places, for what the step found."""
+        holders = {id(place.holder) for place in places}
+        for owner in (*self.attributes, *self.names) if places else ():
+            for slot in owner.slots.values():
+                if id(owner.value) in holders or any(id(container) in holders for container, _ in slot.copies):
+                    slot.look_again(owner.value)
 
     def changed(self) -> dict[Slot, tuple[Difference, Key]]:
         """Returns the attributes that are others than when they were first read, but for tensors and functions, how

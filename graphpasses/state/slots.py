@@ -155,6 +155,12 @@ class Slot:
         self.is_fixed = not keys.changes_in_place(self.value)
         self.copies = containers_with_copies(_opened(self.value))
 
+    def look_again(self, owner: Any) -> None:
+        """Takes what now stands under the name for what it was."""
+        self.value = read(owner, self.name)
+        self.key = key_of(self.value)
+        self.__post_init__()
+
     def difference(
         self, now: Any, *, strict: bool = False, alike: Pairs | None = None, inside: tuple[Owner, ...] = ()
     ) -> Difference | None:
@@ -177,6 +183,8 @@ class Slot:
                 return Difference(*part, now is self.value and part[0] == self.path)
         if opened is None or now is self.value:  # which has a turn of its own
             return None
+        if alike is None and any(slot.left is not MISSING for slot in opened.slots.values()):
+            return Difference(self.path, self.key, key_of(now), False)  # the step leaves something in the first
         return opened.difference(now, strict=strict, alike=alike, inside=inside)
 
     def _was(self) -> Any:

@@ -234,9 +234,11 @@ def test_a_counter_of_calls() -> None:
             return super().loss(model, x)
 
     trainer = Counting()
-    with pytest.raises(CaptureError, match=rf"^'Counting.num_steps' was 0, and is 1 now: {KEPT}"):
-        capture_train_step(trainer.loss, build(), X)
+    step = capture_train_step(trainer.loss, build(), X)
     assert trainer.num_steps == 0
+    for num_steps in (1, 2):
+        step(X)
+        assert trainer.num_steps == num_steps
 
 
 def test_a_gradient_scaler() -> None:
@@ -375,22 +377,3 @@ def test_a_context_variable_changed_after_the_capture() -> None:
     VARIABLE.set(torch.zeros(4))
     with pytest.raises(CaptureError, match=r"^'VARIABLE' is another object now; give it in the batch"):
         step(X)
-
-
-def test_a_backward_that_counts() -> None:
-    class Scaled(torch.autograd.Function):
-        num_calls = 0
-
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            Scaled.num_calls += 1
-            return gradient * Scaled.num_calls
-
-    for check in (True, False):
-        with pytest.raises(CaptureError, match=rf"^'Scaled.num_calls' was 0, and is 1 now: {KEPT}"):
-            capture_train_step(lambda model, x: Scaled.apply(model(x)).mean(), build(), X, check=check)
-        assert Scaled.num_calls == 0

@@ -109,6 +109,9 @@ def by_partial() -> Twin:
 
 
 FOLLOWED: dict[str, Callable[[], Twin]] = {
+    "a running mean": lambda: in_loss(
+        lambda kept, loss: kept.update(mean=0.9 * kept["mean"] + 0.1 * loss.item()), {"mean": 0.0}
+    ),
     "dict of a hook": lambda: by_hook(lambda kept, out: kept.update(out=out), {}),
     "dict of a hook, filled": lambda: by_hook(lambda kept, out: kept.update(out=out), {"out": torch.ones(2)}),
     "object of a hook": lambda: by_hook(lambda kept, out: setattr(kept, "last", out), State()),
@@ -158,9 +161,6 @@ def test_a_step_leaves_what_eager_leaves(build: Callable[[], Twin], rewritten: b
 
 REFUSED: dict[str, Callable[[], Twin]] = {
     "grows": lambda: by_hook(lambda kept, out: kept.append(out), []),
-    "reads": lambda: in_loss(
-        lambda kept, loss: kept.update(mean=0.9 * kept["mean"] + 0.1 * loss.item()), {"mean": 0.0}
-    ),
     "asks for the last": lambda: by_hook(
         lambda kept, out: kept.update(out=out if kept["out"] is None else kept["out"] + out), {"out": None}
     ),
