@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+from torch.types import py_sym_types
 
 from graphpasses._torch.group_ranks import mesh_group_names
 from graphpasses.identity import MAX_ITEMS, same_bits
@@ -146,6 +147,8 @@ def items_of(value: Any) -> list[tuple[Any, Any]]:
 def _name(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return "a tensor"
+    if isinstance(value, py_sym_types):  # of a step that is traced
+        return "a number of a tensor"
     name = getattr(value, "__qualname__", None) if isinstance(value, type) or callable(value) else None
     return name if isinstance(name, str) else f"a {type(value).__name__}"
 
