@@ -19,15 +19,10 @@ from graphpasses.state.slots import Owner, Slot, can_write, read, write
 class Place:
     """Where a number stands that is no attribute of a module's own."""
 
+    path: str  # as messages have it, and no other place
     owner: Owner = field(compare=False)
     slot: Slot = field(compare=False)
-    slot_path: str
     keys: tuple[Any, ...] = ()  # in the containers that stand there
-
-    @property
-    def path(self) -> str:
-        """What messages call it."""
-        return self.slot_path + "".join(f"[{key!r}]" for key in self.keys)
 
     @property
     def holder(self) -> Any:
@@ -95,9 +90,9 @@ class Counted:
         """Returns the same of a step of another model, which has these attributes."""
         slots = {slot.path: (owner, slot) for owner in attributes for slot in owner.slots.values()}
         for place in self.places:
-            if place.slot_path not in slots:
+            if place.slot.path not in slots:
                 raise CaptureError(f"the step counts in {place.path!r}; capture the other model's step")
-        places = ((place, *slots[place.slot_path]) for place in self.places)
+        places = ((place, *slots[place.slot.path]) for place in self.places)
         return replace(self, places=tuple(replace(each, owner=owner, slot=slot) for each, owner, slot in places))
 
 
@@ -116,7 +111,9 @@ def is_number(value: Any) -> bool:
     return type(value) in _DTYPES
 
 
-def changing_numbers(owner: Owner, slot: Slot, pattern: Any, later: Any, was_read: Collection[str]) -> list[Place]:
+def changing_numbers(
+    path: str, owner: Owner, slot: Slot, pattern: Any, later: Any, was_read: Collection[str]
+) -> list[Place]:
     """Returns where a slot, or a container in it, had a number that a step changes at each call.
 
     Its ``pattern`` is what the step leaves, ``later`` what it leaves the next time, of which ``was_read`` has the
@@ -129,7 +126,7 @@ def changing_numbers(owner: Owner, slot: Slot, pattern: Any, later: Any, was_rea
             is_computed = isinstance(one, Computed) and one.kind is type(before) and one.name in was_read
             is_other = type(one) is type(other) is type(before) and one != other
             if is_computed or is_other:
-                yield Place(owner, slot, slot.path, keys)
+                yield Place(path + "".join(f"[{key!r}]" for key in keys), owner, slot, keys)
         elif isinstance(one, Same) and id(before) in copies:
             was, now, then = copies[id(before)], one.items, other.items if isinstance(other, Same) else {}
             for key, item in was.items() if isinstance(was, dict) else enumerate(was):

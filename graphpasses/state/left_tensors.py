@@ -133,8 +133,11 @@ class Left:
         ended, or what it reads by ``names``.
         """
         values = {} if later is None else later.values
-        each = ((*place, self.values[path], values.get(path, MISSING)) for path, place in self.places.items())
-        return [place for found in each for place in changing_numbers(*found, names)]
+        found = list[Place]()
+        for path, place in self.places.items():
+            patterns = self.values[path], values.get(path, MISSING)
+            found += changing_numbers(path, *place, *patterns, names)
+        return found
 
 
 @contextmanager

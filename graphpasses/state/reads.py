@@ -163,7 +163,7 @@ class Reads:
         """Returns where a container in an attribute of a module has a number that the step changes at each call."""
         owner = next(each for each in self.attributes if slot in each.slots.values())
         pattern, then = (each.values.get(slot.path, MISSING) for each in (left, later))
-        return changing_numbers(owner, slot, pattern, then, ())
+        return changing_numbers(slot.path, owner, slot, pattern, then, ())
 
     def look_again(self, places: Collection[Place]) -> None:
         """Takes what now stands in slots that had a traced number, of these places, for what the step found."""

@@ -235,3 +235,32 @@ def test_a_step_of_another_model() -> None:
     step = capture_train_step(outside, Model(), X)
     with pytest.raises(CaptureError, match=r"capture the other model's step"):
         step.for_model(Model())
+
+
+def test_variables_of_one_name() -> None:
+    """Two closures of one ``def``, and an attribute of the model, which all decide."""
+
+    def make() -> Callable[[int], int]:
+        counts = [0]
+
+        def count(by: int) -> int:
+            counts[0] += by
+            return counts[0]
+
+        return count
+
+    def trained(captured: bool) -> list[float]:
+        one, other, model = make(), make(), Model()
+
+        def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
+            model.counts[0] += 1
+            loss = mean(model, x)
+            loss = loss * 2 if one(1) % 2 else loss
+            loss = loss * 3 if other(2) > 5 else loss
+            return loss * 5 if model.counts[0] == 3 else loss
+
+        step: Any = capture_train_step(loss_fn, model, X) if captured else loss_fn
+        return [(step(X) if captured else step(model, X)).item() for _ in range(6)]
+
+    assert trained(True) == trained(False)
+    assert len(set(trained(False))) == 5
