@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from graphpasses._torch.schemas import is_operator
+from graphpasses.errors import ProofError
 from graphpasses.proof.core.facts import Facts, leaves
 from graphpasses.proof.core.views import View
 
@@ -17,7 +18,8 @@ class FirstFacts(Facts):
 
     A pass that was not proved may have left others, or have written one that all copies of the graph share. Calls of
     one operator on inputs that lie alike, in each other's memory, too, make results that lie alike: one is computed.
-    Where sizes depend on data a node is believed, as to compute its value may have the compiler guard on sizes.
+    Where sizes depend on data a node is believed, as to compute its value may have the compiler guard on sizes; and
+    where fake tensors cannot run a call.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -35,7 +37,10 @@ class FirstFacts(Facts):
             return
         key = node.target, self.call_of(node, is_fresh=False)
         if key not in self._asked:
-            self.values[node] = self._computed(node)
+            try:
+                self.values[node] = self._computed(node)
+            except ProofError:  # it has no fake kernel here, or is given constants
+                return
             self._asked[key] = self._lies(node)
             if said == self._asked[key]:
                 self.values[node] = given

@@ -83,10 +83,10 @@ def test_bits_of_a_loop_and_its_control_differs(tmp_path: Path) -> None:
 
 @pytest.mark.multiprocess
 def test_bits_of_fsdp2_on_two_ranks(tmp_path: Path) -> None:
-    assert "        fully_shard(model, " in Program(8201).source()
+    assert "        fully_shard(model, " in Program(500006).source()
     outcomes = Outcomes(tmp_path / "outcomes.jsonl")
-    run_ranks(judge, 2, 8201, tmp_path, outcomes)
+    run_ranks(judge, 2, 500006, tmp_path, outcomes)
     assert {name: outcome.kind for name, outcome in outcomes.read().items()} == {
-        "8201 captured": "bits",
-        "8201 pipeline": "bits",
+        "500006 captured": "bits",
+        "500006 pipeline": "bits",
     }
