@@ -136,7 +136,8 @@ class ModelStructure:
         for parameter, (slot, was) in zip(trained, self.trainable.items(), strict=True):
             if is_trained(parameter) != was:
                 raise changed(self._kind(slot), f"requires_grad={was}", not was, has=True)
-            check_gradient_hooks(self._name(slot), parameter)
+            if _waits_untraced(parameter):
+                check_gradient_hooks(self._name(slot), parameter)
         if (hooks := gradient_hook_ids(trained)) != self.hooks:
             none: list[tuple[int, ...]] = [()] * len(trained)
             for slot, known, found in zip(self.trainable, self.hooks or none, hooks or none, strict=True):
@@ -241,11 +242,15 @@ def with_gradients(model: nn.Module) -> list[torch.Tensor]:
 
 def check_gradient_hooks(fqn: str, parameter: torch.Tensor) -> None:
     """Raises if a hook that no trace calls waits for a parameter's gradient."""
-    is_waited_for = have_hooks([parameter]) if is_tensor_subclass(parameter) else has_accumulation_hooks(parameter)
-    if is_waited_for or optimizers_in_backward(parameter):
+    if _waits_untraced(parameter):
         raise _hook_error(
             fqn, "register_post_accumulate_grad_hook, an optimizer in backward, register_hook of a DTensor"
         )
+
+
+def _waits_untraced(parameter: torch.Tensor) -> bool:
+    has_hooks = have_hooks([parameter]) if is_tensor_subclass(parameter) else has_accumulation_hooks(parameter)
+    return has_hooks or bool(optimizers_in_backward(parameter))
 
 
 def _hook_error(fqn: str, kinds: str = "register_hook") -> CaptureError:
