@@ -307,6 +307,7 @@ def _reduce(group: FSDPParamGroup, index: int, call: dict[str, Any], reductions:
                 "FSDP2 then reduces it several times. Use checkpoint(..., use_reentrant=False)"
             )
         reductions.reduced[parameter.sharded_param] = gradient
+        reductions.filled.append(id(parameter.sharded_param))
     gradients.clear()
     stream, event = call["reduce_scatter_stream"], group.device_handle.Event()
     # torch before 2.13 returns no stream.
@@ -336,6 +337,8 @@ class Reductions:
 
     # By sharded parameter, the local part of its gradient.
     reduced: dict[Tensor, Tensor] = field(default_factory=dict)
+    # The ids of these, and of other parameters of which the gradients' order counts, in that order.
+    filled: list[int] = field(default_factory=list)
     # Where gradients may be kept for a later step's reduction: by sharded parameter its whole gradient on this rank,
     # with its placements if it is a DTensor's, and by index of a group what was reduced over its shards alone, once.
     # Each is a view that only the reduction reads.

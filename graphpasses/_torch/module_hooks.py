@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch._C._dynamo.guards import TensorGuards, dict_version
 from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _hooks_of = operator.itemgetter(*_HOOKS)
 parts_of = operator.itemgetter("_parameters", "_buffers", "_modules", *_HOOKS)
 """Returns the dicts that a module's ``__dict__`` has: of its parameters, its buffers, its modules, and its hooks."""
-_hooks_of_tensor = operator.attrgetter("_backward_hooks")
-_HOOKS_OF_TENSORS = _hooks_of_tensor, operator.attrgetter("_post_accumulate_grad_hooks")
+_HOOKS_OF_TENSORS = operator.attrgetter("_backward_hooks"), operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 def hook_ids(module: nn.Module) -> tuple[int, ...]:
@@ -74,29 +74,51 @@ def guard_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
 
 
 def gradient_hook_ids(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
-    """Returns the numbers of the hooks that get each tensor's gradient (``register_hook``); () if there are none."""
-    if not any(map(_hooks_of_tensor, tensors)):
+    """Returns the numbers of the hooks that wait for each tensor's gradient; () if there are none."""
+    if not have_hooks(tensors) and not _handles_in_backward():
         return ()
-    return tuple(tuple(_hooks_of_tensor(tensor) or ()) for tensor in tensors)
+    ids = tuple(
+        (*gradient_hooks(tensor), *(number for _, number in accumulation_hooks(tensor))) for tensor in tensors
+    )
+    return ids if any(ids) else ()
 
 
 def give_gradient_hooks(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Lets the hooks that get the gradient of a tensor get that of another, in the same order."""
-    for hook in (gradient_hooks(tensor) or {}).values():
+    for hook in gradient_hooks(tensor).values():
         other.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
-def gradient_hooks(tensor: torch.Tensor) -> dict[int, Any] | None:
-    """Returns the hooks that get a tensor's gradient, by number, to be changed in place; None if there never were."""
-    hooks: dict[int, Any] | None = _hooks_of_tensor(tensor)
-    return hooks
+def gradient_hooks(tensor: torch.Tensor) -> dict[int, Any]:
+    """Returns the hooks that get a tensor's gradient (``register_hook``), by number."""
+    return tensor._backward_hooks or {}
+
+
+def accumulation_hooks(tensor: torch.Tensor) -> list[tuple[dict[int, Any], int]]:
+    """Returns where the hooks stand that run behind the accumulation of a tensor's gradient, as dict and number.
+
+    They are called with the tensor, in this order: those of ``register_post_accumulate_grad_hook``, and then those of
+    ``apply_optimizer_in_backward``, which take anything.
+    """
+    own: dict[int, Any] = tensor._post_accumulate_grad_hooks or {}
+    found = [(own, number) for number in own]
+    if handles := _handles_in_backward():
+        behind = ((handle.hooks_dict_ref() or {}, handle.id) for handle in handles.get(tensor, ()))
+        found += [(hooks, number) for hooks, number in behind if number in hooks]
+    return found
+
+
+def _handles_in_backward() -> Mapping[torch.Tensor, Sequence[RemovableHandle]]:
+    """Returns the handles of the hooks that ``apply_optimizer_in_backward`` gave to nodes of autograd, by tensor."""
+    home = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    return {} if home is None else home.param_to_optim_hook_handle_map
+
+
+def hook_dicts(tensor: torch.Tensor) -> list[dict[int, Any]]:
+    """Returns the dicts of a tensor's own hooks, by number, to be changed in place; those that were ever made."""
+    return [hooks for hooks in (each(tensor) for each in _HOOKS_OF_TENSORS) if hooks is not None]
 
 
 def have_hooks(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a hook waits for a gradient of a tensor."""
     return any(any(map(each, tensors)) for each in _HOOKS_OF_TENSORS)
-
-
-def has_accumulation_hooks(tensor: torch.Tensor) -> bool:
-    """Whether a hook runs behind the accumulation of a tensor's gradient (``register_post_accumulate_grad_hook``)."""
-    return bool(tensor._post_accumulate_grad_hooks)

@@ -16,9 +16,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
 from graphpasses._torch import pytree
+from graphpasses._torch.dtensor import local_part
+from graphpasses._torch.fake_mode import outside_tracing
 from graphpasses._torch.operator_facts import read_tensors
+from graphpasses._torch.operator_recorder import recording_paused
 
 _PIECE = 32 << 20  # bytes
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 def addresses(value: Any) -> Iterator[int]:
@@ -46,6 +50,14 @@ def times_written(value: Any) -> int:
 def is_freed(tensor: Tensor) -> bool:
     """Returns whether a tensor's elements lie in memory that was freed, as FSDP2 frees gathered parameters."""
     return tensor.layout is torch.strided and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
+def invert_bits(tensor: Tensor) -> None:
+    """Inverts each bit of a tensor in place, unseen by autograd, and by who records operators."""
+    local = local_part(tensor).data
+    local = torch.view_as_real(local) if local.is_complex() else local
+    with recording_paused(), outside_tracing():
+        local.view(_INTEGERS[local.itemsize]).bitwise_not_()
 
 
 def is_movable(tensor: Tensor) -> bool:

@@ -117,7 +117,8 @@ def _results(model: nn.Module, batch: Sequence[Any], run: Callable[[], Any]) -> 
         accumulators_restored(model, copied=True),
         attributes_restored(modules_and_lookups(model)),
     ):
-        return copies_of(run_step(model, run_and_draw) | drawn | tensors | state_in_optimizers(model, optimizers))
+        results = run_step(model, run_and_draw, calls_hooks=True)
+        return copies_of(results | drawn | tensors | state_in_optimizers(model, optimizers))
 
 
 def _is_of_tables(optimizer: torch.optim.Optimizer) -> bool:

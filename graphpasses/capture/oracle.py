@@ -25,6 +25,7 @@ from graphpasses._torch.operator_facts import TensorFacts, read_tensors
 from graphpasses._torch.recorded_operator import Operator
 from graphpasses._torch.storage import freed_memory_returned, is_freed
 from graphpasses._torch.strides_of_eager import Strides, StridesOfEager
+from graphpasses.capture.accumulation_hooks import BEHIND, hooks_set_aside
 from graphpasses.capture.traced_strides import are_strides_alike
 from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.graph import CapturedStep
@@ -129,6 +130,7 @@ def check_step(
                     if value is not other and (value is None or other is None or not same_bits(value, other)):
                         is_plain = name in step.returned.plain or other is None
                         why = _NO_NUMBER if is_plain and name.startswith("result") else _SAME_OPERATORS
+                        why += BEHIND if step.hook_order else ""
                         raise FidelityError(f"the captured step computes another {name} than eager{why}")
     finally:
         record.undo()
@@ -158,9 +160,11 @@ def _seeds_refused(step: CapturedStep, record: OperatorCalls) -> Iterator[_State
             record.undo_to(generator, state)
 
 
-def run_step(model: nn.Module, run: Callable[[], Any], outside: Iterable[Owner] = ()) -> Results:
+def run_step(
+    model: nn.Module, run: Callable[[], Any], outside: Iterable[Owner] = (), *, calls_hooks: bool = False
+) -> Results:
     """Runs a step; returns what it returns, gradients and buffers, by what they are, and puts all but written tensors
-    back, also what it leaves ``outside``.
+    back, also what it leaves ``outside``. Unless it ``calls_hooks``, those behind gradients are set aside.
     """
     named = {f"gradient of {fqn!r}": each for fqn, each in trained_state(model).items()}
     with (
@@ -172,8 +176,9 @@ def run_step(model: nn.Module, run: Callable[[], Any], outside: Iterable[Owner] 
         for parameter in named.values():
             parameter.grad = None
         in_modules, assigned = LeftTensors(model), Assigned(model)
-        with tensors_kept(model, {}):
+        with tensors_kept(model, {}), hooks_set_aside(model, calls_hooks=calls_hooks) as called:
             result = run()
+        order = {"order of the hooks behind gradients": called} if called else {}
         buffers = {f"buffer {fqn!r}": each for fqn, each in model.named_buffers()}
         changed = {f"attribute {fqn!r}": each for fqn, each in in_modules.changed().items()}
         changed |= {repr(path): each for path, each in held.changed().items()}
@@ -197,7 +202,7 @@ def run_step(model: nn.Module, run: Callable[[], Any], outside: Iterable[Owner] 
             **buffers,
             **left,
             **{f"data of {fqn!r}": tensor.detach() for fqn, (tensor, _) in assigned.changed().items()},
-            **{name: _text_of(each) for name, each in values.items()},
+            **{name: _text_of(each) for name, each in (values | order).items()},
         }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_tracing import communication_traced, other_models_refused
 from graphpasses._torch.in_place_collectives import collectives_with_waits
 from graphpasses._torch.module_answers import answers_as_in_eager, mark_parameters
-from graphpasses._torch.module_hooks import give_gradient_hooks
+from graphpasses._torch.module_hooks import accumulation_hooks, give_gradient_hooks
 from graphpasses._torch.operator_calls import OperatorCalls
 from graphpasses._torch.recorded_operator import MODULE_FQN, Operator
 from graphpasses._torch.schemas import is_tensor_subclass
@@ -71,6 +72,7 @@ class Trace:
     memory: Mapping[str, tuple[int, set[Any]]]  # of parameters that FSDP2 gathers, and their groups, by FQN
     left_values: Left  # Python values in attributes, and what is left elsewhere
     returned: Returned  # what ``loss_fn`` returns; its tensors come behind those that it leaves
+    hook_order: tuple[str, ...]  # FQNs of what backward gives gradients, in order, if hooks wait behind that
 
 
 def trace_step(
@@ -95,6 +97,7 @@ def trace_step(
     """
     identity, keeps_casts = IdentityMap.of(model), torch.is_autocast_cache_enabled()
     state = dict(named_state(model))
+    is_ordered = any(map(accumulation_hooks, state.values()))
     held: set[str] = set()
     records: list[OperatorCalls] = []
     all_left: list[Left] = []  # of each trace
@@ -110,7 +113,7 @@ def trace_step(
         args, numbers = args[: len(structure.paths)], [*args[len(structure.paths) :]]
         # The tracer gives every name of a tied DTensor a tensor of its own, so ask for every name's gradient;
         # but names of one module, or of one plain tensor, still are one, whose gradient goes to the first.
-        named = trained_state(model)
+        named, order = trained_state(model), list[int]()
         for parameter in named.values():
             parameter.grad = None  # else backward adds to it
         trained = [(fqn, tensor, is_trained(tensor)) for fqn, tensor in named_state(model)]
@@ -120,6 +123,8 @@ def trace_step(
                     setattr(tensor, name, value)
         for tensor, fqn in {tensor: fqn for fqn, tensor in named.items()}.items():
             give_gradient_hooks(state[fqn], tensor)
+            if is_ordered:
+                tensor.register_hook(partial(_note, order, id(tensor)))  # type: ignore[no-untyped-call]
         mark_parameters(model)
 
         def filled() -> dict[str, torch.Tensor]:
@@ -143,6 +148,7 @@ def trace_step(
             communication_traced(model, copies=copies) as reductions,
             held_traced(state, dict(named_state(model)), held),
         ):
+            reductions.filled = order
             counted.write(model, [number.item() for number in numbers])
             with (
                 _autocast_cached(model, keeps_casts=keeps_casts),
@@ -206,6 +212,8 @@ def trace_step(
         elsewhere.values.update(values)
         all_left.append(elsewhere)
         found.update(marks=marks, taken=taken, returned=returned)
+        names = {id(each): fqn for fqn, each in named.items()}
+        found["hook_order"] = tuple(names[number] for number in order) if is_ordered else ()
         found.update(unsharded=reductions.unsharded, memory=reductions.memory)
         found["left"] = [GraphOutput(OutputKind.LEFT, fqn) for fqn in left]
         found["left"] += [GraphOutput(OutputKind.MEMORY, fqn) for fqn in assigned]
@@ -248,6 +256,10 @@ def trace_step(
         left_values=all_left[0].with_values(all_left[-1]),
         **found,
     )
+
+
+def _note(order: list[int], number: int, gradient: torch.Tensor) -> None:
+    order.append(number)
 
 
 @contextmanager

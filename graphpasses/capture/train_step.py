@@ -19,6 +19,7 @@ from graphpasses._torch.fsdp2_parameters import one_shard_parameters
 from graphpasses._torch.fsdp2_tracing import prepare_for_tracing
 from graphpasses._torch.operator_recorder import recording_paused
 from graphpasses._torch.strides_of_eager import Strides
+from graphpasses.capture.accumulation_hooks import NOTE
 from graphpasses.capture.dynamic_shapes import read_dynamic_shapes
 from graphpasses.capture.oracle import check_step, has_equal_bits, other_strides_of_eager, why_unchecked
 from graphpasses.capture.refusals import NowTrainedError, refuse_arguments, refuse_model
@@ -206,6 +207,7 @@ def _capture(
             left_values=trace.left_values,
             counted=counted,
             returned=trace.returned,
+            hook_order=trace.hook_order,
             snapshot=Snapshot.of(
                 model,
                 trace.reads.attributes,
@@ -229,6 +231,8 @@ def _capture(
             step.note(note)
         if clip_norm is not None and any(own_reduction(group) is not None for group in groups):
             step.note(CLIP_NOTE)
+        if step.hook_order:
+            step.note(NOTE)
         source = find_update(step, optimizers, clip_norm)
         if source is not None:
             stage("traces the optimizer's step")

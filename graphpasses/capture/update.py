@@ -139,6 +139,11 @@ def find_update(step: CapturedStep, optimizers: Optimizers | None, clip_norm: fl
             )
         return None
     optimizers.check()
+    if step.hook_order:
+        raise CaptureError(
+            "a hook waits behind the accumulation of a gradient, and a captured update takes gradients before that; "
+            "capture without optimizer=, and call optimizer.step() after the step"
+        )
     names = {get_state(step.model, fqn): fqn for fqn in step.parameters}
     groups = [[names.get(parameter) for parameter in group["params"]] for _, group in optimizers.groups]
     trained = [fqn for fqn in names.values() if fqn not in step.without_gradient]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -15,9 +14,10 @@ from graphpasses._torch.fake_mode import active_fake_mode, is_fake
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module, quick_call
 from graphpasses._torch.surroundings import never_compiled
 from graphpasses.errors import CaptureError
-from graphpasses.graph.accumulation import CutGraph, Cuts, CutSteps, accumulate_gradient, as_gradient, shared_values
+from graphpasses.graph.accumulation import CutGraph, Cuts, CutSteps
 from graphpasses.graph.batch import Varying, check_leaves, check_memory
 from graphpasses.graph.batch_structure import BatchStructure
+from graphpasses.graph.gradients import Gradients
 from graphpasses.graph.guards import Guards
 from graphpasses.graph.parameters import get_state, parameter_infos
 from graphpasses.graph.recapture import GuardedCache, Recapture
@@ -55,6 +55,8 @@ class CapturedStep(TrainGraph):
         written_groups: by index, FSDP2 groups of which the step writes a parameter, and its FQN.
         counted: numbers in attributes that forward changes at each call: inputs of the graph, behind the batch.
         returned: what a call returns beside the loss.
+        hook_order: FQNs of what has gradients, in the order in which eager's backward fills them, if hooks wait for
+            that (``register_post_accumulate_grad_hook``), which a call calls so; else ().
         check_every: of how many calls one is checked first; ``"sparse"`` for calls 10, 100, 1,000, …; None for none.
         grad_norm: the norm that all gradients had before the last call clipped them, a scalar; else None.
 
@@ -83,6 +85,7 @@ class CapturedStep(TrainGraph):
     left_values: Left = field(default_factory=Left)
     counted: Counted = field(default_factory=Counted)
     returned: Returned = field(default_factory=Returned)
+    hook_order: tuple[str, ...] = ()
     check_every: int | Literal["sparse"] | None = None
     grad_norm: torch.Tensor | None = field(default=None, init=False)
     _num_calls: int = field(default=0, init=False)
@@ -290,8 +293,11 @@ class CapturedStep(TrainGraph):
         device = next(self.model.parameters()).device.type
         # The casts of the captured step are in its graph; autocast must not add others.
         with torch.no_grad(), torch.autocast(device, enabled=False):
-            if update is None:
-                return self._accumulate(self._call(*values), tensors)
+            flat = self._call(*values) if update is None else []
+        if update is None:
+            with torch.no_grad():  # as hooks run in backward
+                return self._accumulate(flat, tensors)
+        with torch.no_grad(), torch.autocast(device, enabled=False):
             parameters = self.snapshot.structure.named(tensors, self.parameters)
             if not is_updatable:
                 returned = self._accumulate((update.without_update or self.module)(*values), tensors)
@@ -353,19 +359,8 @@ class CapturedStep(TrainGraph):
         )
 
     @cached_property
-    def _gradient_slots(self) -> tuple[tuple[int, int | str, bool], ...]:
-        """Of each gradient its position, its parameter (a slot; a place if it waits), and if its memory is shared."""
-        fqn, sources = self.identity.canonical, defaultdict(list)
-        for name, node in self.parameter_placeholders():
-            sources[name].append(node)
-        of_outputs = {i: sources[fqn(item.fqn)] for i, item in enumerate(self.outputs) if item.is_gradient}
-        shared = shared_values(self.output_values, of_outputs)
-        slots = self.snapshot.structure.slots
-        return tuple(
-            (index, slots[fqn(item.fqn)] if item.is_gradient else item.fqn, index in shared)
-            for index, item in enumerate(self.outputs)
-            if item.is_gradient or item.kind is OutputKind.VALUE
-        )
+    def _gradients(self) -> Gradients:
+        return Gradients(self)
 
     @cached_property
     def _left(self) -> dict[OutputKind, list[tuple[int, str]]]:
@@ -391,10 +386,5 @@ class CapturedStep(TrainGraph):
         self.left_values.leave(self.model, {fqn: flat[index] for index, fqn in self._left[OutputKind.LEFT]})
         for index, fqn in self._left[OutputKind.MEMORY]:
             get_state(self.model, fqn).data = flat[index]
-        for index, place, is_shared in self._gradient_slots:
-            gradient = flat[index]
-            if isinstance(place, str):
-                self.cut_steps.accumulators.keep(place, gradient, partial(as_gradient, is_shared=is_shared))
-            elif gradient is not None and (parameter := tensors[place]) is not None:
-                accumulate_gradient(parameter, gradient, is_shared=is_shared)
+        self._gradients.leave(flat, tensors, self.cut_steps.accumulators)
         return self.returned.made_of(self.outputs, flat, flat[self._loss_index])

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from graphpasses._torch.group_ranks import gathered, rank_of_world
 from graphpasses._torch.recorded_operator import Operator
+from graphpasses.capture.accumulation_hooks import hooks_set_aside
 from graphpasses.capture.step_check import put_back, run_eagerly
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.returned import loss_of
@@ -62,7 +63,7 @@ def locate_step(step: CapturedStep, loss_fn: Callable[..., Tensor], *batch: Any)
 def _recorded(step: CapturedStep, batch: tuple[Any, ...], run: Callable[[], Any]) -> OperatorStep:
     operators: list[Operator] = []
     model = step.model
-    with put_back(step, batch), live_state_restored(model):
+    with put_back(step, batch), live_state_restored(model), hooks_set_aside(model):
         for parameter in model.parameters():
             parameter.grad = None
         start = values_of(model, step.batch_structure.leaves(batch), gradients=False)

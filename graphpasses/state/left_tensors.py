@@ -15,7 +15,7 @@ from torch.types import py_sym_types
 
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_parameters import named_sharded_parameters
-from graphpasses._torch.module_hooks import gradient_hooks
+from graphpasses._torch.module_hooks import hook_dicts
 from graphpasses._torch.schemas import is_tensor_subclass
 from graphpasses._torch.storage import memories
 from graphpasses.errors import CaptureError
@@ -148,7 +148,7 @@ def live_state_restored(model: nn.Module) -> Iterator[None]:
     them; of attributes that are lists, dicts and sets the items, too.
     """
     gradients = [(parameter, parameter.grad) for parameter in with_gradients(model)]
-    hooks = [(parameter, dict(gradient_hooks(parameter) or {})) for parameter, _ in gradients]
+    hooks = {id(each): dict(each) for parameter, _ in gradients for each in hook_dicts(parameter)}
     assigned = Assigned(model)
     numpy, state = sys.modules.get("numpy"), random.getstate()
     numpy_state = None if numpy is None else numpy.random.get_state()
@@ -159,9 +159,8 @@ def live_state_restored(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for parameter, known in hooks:
-            if (now := gradient_hooks(parameter)) is not None:
-                put_back(now, known)
+        for now in (each for parameter, _ in gradients for each in hook_dicts(parameter)):
+            put_back(now, hooks.get(id(now), {}))
         for tensor, before in assigned.changed().values():
             tensor.data = before
         random.setstate(state)

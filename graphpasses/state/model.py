@@ -19,13 +19,12 @@ from graphpasses._torch.module_hooks import (
     gradient_hook_ids,
     gradient_hooks,
     guard_of,
-    has_accumulation_hooks,
-    have_hooks,
+    hook_dicts,
     hook_ids,
     parts_of,
     unsaved_buffers,
 )
-from graphpasses._torch.optimizers import optimizers_in_backward
+from graphpasses._torch.optimizers import optimizers_in_backward, steps_in_backward
 from graphpasses._torch.schemas import is_tensor_subclass
 from graphpasses._torchtitan import wrapped_class
 from graphpasses.errors import CaptureError
@@ -50,7 +49,7 @@ class ModelStructure:
     parameters: frozenset[int]  # the positions of parameters; the others are buffers'
     trainable: Mapping[int, bool]  # by first position of a tensor, whether it gets a gradient
     kinds: list[TensorFacts | None]  # of the tensors
-    hooks: tuple[tuple[int, ...], ...]  # which get the gradients of trainable ones; () if there are none
+    hooks: tuple[tuple[int, ...], ...]  # which wait for the gradients of trainable ones; () if there are none
     set_modes: frozenset[int] = frozenset()  # positions of modules whose mode forward sets itself
 
     @classmethod
@@ -83,7 +82,7 @@ class ModelStructure:
         hooks = gradient_hook_ids([tensor for slot in trainable if (tensor := tensors[slot]) is not None])
         hooked = {slot for slot, each in zip(trainable, hooks, strict=False) if each}
         if hooked and not calls_hooks:
-            raise _hook_error(next(fqn for fqn, slot in slots.items() if slot in hooked))
+            raise _hook_error(next(fqn for fqn, slot in slots.items() if slot in hooked), "")
         return cls(modules, fqns, facts, names, slots, first, of_parameters, trainable, kinds, hooks, modes)
 
     def for_model(self, model: nn.Module, groups: Mapping[str, str]) -> ModelStructure:
@@ -187,7 +186,7 @@ class Unwritten:
     filled: list[dict[Any, Any]]  # all others
     versions: list[int]  # their versions
     fits: Callable[..., bool]  # whether tensors are of the kinds that they were
-    hooks: tuple[tuple[int, ...], ...]  # that get their gradients
+    hooks: tuple[tuple[int, ...], ...]  # that wait for their gradients
 
     @classmethod
     def of(cls, model: nn.Module) -> Self | None:
@@ -217,9 +216,7 @@ class Unwritten:
             return None
         tensors = [*chain.from_iterable(map(dict.values, self.own))]
         there = [tensor for tensor in tensors if tensor is not None]
-        if not self.fits(*there) or any(map(has_accumulation_hooks, there)):
-            return None
-        return tensors if gradient_hook_ids(there) == self.hooks else None
+        return tensors if self.fits(*there) and gradient_hook_ids(there) == self.hooks else None
 
 
 def is_trained(tensor: torch.Tensor) -> bool:
@@ -243,20 +240,25 @@ def with_gradients(model: nn.Module) -> list[torch.Tensor]:
 def check_gradient_hooks(fqn: str, parameter: torch.Tensor) -> None:
     """Raises if a hook that no trace calls waits for a parameter's gradient."""
     if _waits_untraced(parameter):
+        is_optimizers = bool(optimizers_in_backward(parameter))
         raise _hook_error(
-            fqn, "register_post_accumulate_grad_hook, an optimizer in backward, register_hook of a DTensor"
+            fqn,
+            " (apply_optimizer_in_backward(..., register_hook=False), for DistributedDataParallel)"
+            if is_optimizers
+            else " (register_hook of a DTensor; take register_post_accumulate_grad_hook)",
         )
 
 
 def _waits_untraced(parameter: torch.Tensor) -> bool:
-    has_hooks = have_hooks([parameter]) if is_tensor_subclass(parameter) else has_accumulation_hooks(parameter)
-    return has_hooks or bool(optimizers_in_backward(parameter))
+    if optimizers_in_backward(parameter) and not steps_in_backward(parameter):
+        return True
+    return is_tensor_subclass(parameter) and bool(gradient_hooks(parameter))
 
 
-def _hook_error(fqn: str, kinds: str = "register_hook") -> CaptureError:
+def _hook_error(fqn: str, kind: str) -> CaptureError:
     return CaptureError(
-        f"a hook on parameter {fqn!r} waits for its gradient ({kinds}); a captured step does not call it. Remove it, "
-        "and do after the step what it does"
+        f"a hook on parameter {fqn!r} waits for its gradient{kind}; a captured step does not call it. Remove it, and "
+        "do after the step what it does"
     )
 
 
@@ -274,10 +276,10 @@ def structure_check(model: nn.Module, tensors: Mapping[str, torch.Tensor], *, fi
 
     watched = trained_state(model)
     # While these are traced they answer for what stands for them.
-    own = [*map(gradient_hooks, tensors.values())]
+    own = [*map(hook_dicts, tensors.values())]
 
     def hooks() -> list[list[int]]:
-        return [[*(each or ())] for each in (*own, *map(gradient_hooks, watched.values()))]
+        return [[*chain.from_iterable(each)] for each in (*own, *map(hook_dicts, watched.values()))]
 
     facts, tied, unsaved = _facts(modules, every), ties(), [*map(unsaved_buffers, modules)]
     hooked = hooks()

@@ -154,7 +154,34 @@ def two_optimizers(is_captured: bool) -> list[Any]:
     return [*found, weight_hash(model)]
 
 
+def in_backward(is_captured: bool) -> list[Any]:
+    """An optimizer for each parameter, which steps behind its gradient's accumulation."""
+    model = network(0)
+    optimizers = {each: torch.optim.AdamW([each], lr=1e-2, foreach=False) for each in model.parameters()}
+    names, found = {each: fqn for fqn, each in model.named_parameters()}, list[Any]()
+
+    def hook(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        optimizers[parameter].zero_grad()  # type: ignore[index]
+        found.append(names[parameter])  # type: ignore[index]
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).float().square().mean()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(hook)
+    step = default_pipeline().run(capture_train_step(loss_fn, model, torch.ones(4, 8))) if is_captured else None
+    for _ in range(NUM_STEPS):
+        x = torch.randn(4, 8)
+        if step is not None:
+            step(x)
+        else:
+            loss_fn(model, x).backward()
+    return [found, weight_hash(model)]
+
+
 CASES: dict[str, Callable[[bool], list[Any]]] = {
+    "optimizers in backward": in_backward,
     "teacher": distil,
     "teacher on every rank": lambda is_captured: distil(is_captured, is_sharded=False),
     "reference policy": prefer,

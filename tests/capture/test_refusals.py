@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
 from graphpasses._torch.fake_process_group import fake_process_group
@@ -105,30 +104,6 @@ def test_wrapped_models(name: str) -> None:
     with fake_process_group(4):
         model = make()
         assert refused(lambda: captured(model)) == message
-
-
-# ---- hooks on gradients --------------------------------------------------------------------------------
-
-HOOK = (
-    "a hook on parameter '2.bias' waits for its gradient (register_post_accumulate_grad_hook, an optimizer in "
-    "backward, register_hook of a DTensor); a captured step does not call it. Remove it, and do after the step what "
-    "it does"
-)
-
-
-@pytest.mark.parametrize(
-    "add",
-    [
-        lambda parameter: parameter.register_post_accumulate_grad_hook(lambda parameter: None),
-        lambda parameter: _apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 0.1}),
-    ],
-)
-def test_gradient_hooks(add: Callable[[nn.Parameter], Any]) -> None:
-    model = build()
-    step = captured(model)
-    add(model[2].bias)
-    assert refused(lambda: step(X)) == HOOK
-    assert refused(lambda: captured(model)) == HOOK
 
 
 # ---- changed since the capture -------------------------------------------------------------------------
