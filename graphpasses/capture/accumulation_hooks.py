@@ -31,8 +31,8 @@ BEHIND = (
 def hooks_set_aside(model: nn.Module, *, calls_hooks: bool = False) -> Iterator[list[str]]:
     """Calls none of these hooks in the block, and yields the FQNs of their parameters, in the order of the calls.
 
-    If it ``calls_hooks`` the block runs as it is, and nothing is noted. From its call on, to the end of the block, a parameter has other bits: a hook may write it, and backward's results
-    are others where it reads it after that.
+    If it ``calls_hooks`` the block runs as it is, and nothing is noted. From its call on, to the end of the block, a
+    parameter has other bits: a hook may write it, and backward's results are others where it reads it after that.
     """
     called: list[str] = []
     inverted: list[torch.Tensor] = []
