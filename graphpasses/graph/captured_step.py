@@ -360,7 +360,7 @@ class CapturedStep(TrainGraph):
 
     @cached_property
     def _gradients(self) -> Gradients:
-        return Gradients(self)
+        return Gradients(self, self.snapshot.structure.slots, self.hook_order)
 
     @cached_property
     def _left(self) -> dict[OutputKind, list[tuple[int, str]]]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,24 +13,23 @@ from graphpasses._torch.fsdp2_accumulation import Accumulators
 from graphpasses._torch.module_hooks import accumulation_hooks
 from graphpasses.graph.accumulation import accumulate_gradient, as_gradient, shared_values
 from graphpasses.graph.kinds import OutputKind
-
-if TYPE_CHECKING:
-    from graphpasses.graph.captured_step import CapturedStep
+from graphpasses.graph.train_graph import TrainGraph
 
 
 class Gradients:
     """Where the gradients of a step go: to parameters, or to where FSDP2 keeps those that wait.
 
-    If hooks wait behind their accumulation, ``step.hook_order`` has the FQNs in the order in which eager fills them.
+    ``slots`` are those of parameters, by FQN. If hooks wait behind the accumulation, ``hook_order`` has the FQNs in
+    the order in which eager fills gradients; else it is ().
     """
 
-    def __init__(self, step: CapturedStep) -> None:
+    def __init__(self, step: TrainGraph, slots: Mapping[str, int], hook_order: Sequence[str]) -> None:
         fqn, sources = step.identity.canonical, defaultdict(list)
         for name, node in step.parameter_placeholders():
             sources[name].append(node)
         of_outputs = {i: sources[fqn(item.fqn)] for i, item in enumerate(step.outputs) if item.is_gradient}
         shared = shared_values(step.output_values, of_outputs)
-        slots, places = step.snapshot.structure.slots, {fqn(name): i for i, name in enumerate(step.hook_order)}
+        places = {fqn(name): i for i, name in enumerate(hook_order)}
         given = [
             (index, item)
             for index, item in enumerate(step.outputs)
@@ -41,7 +40,7 @@ class Gradients:
         self._slots = tuple(
             (index, slots[fqn(item.fqn)] if item.is_gradient else item.fqn, index in shared) for index, item in given
         )
-        self._calls_hooks = bool(step.hook_order)
+        self._calls_hooks = bool(hook_order)
 
     def leave(self, flat: Sequence[Any], tensors: Sequence[torch.Tensor | None], accumulators: Accumulators) -> None:
         """Gives a model's ``tensors``, by slot, the gradients that are among what a graph returned."""
