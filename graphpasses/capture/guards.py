@@ -32,6 +32,7 @@ from graphpasses.errors import CaptureError
 from graphpasses.graph import GraphInput, InputKind
 from graphpasses.graph.batch import Varying
 from graphpasses.graph.guards import NO_DECISION, Decision, Guards, Symbol, run_nodes
+from graphpasses.state.counted import BuiltInError
 
 aten = torch.ops.aten
 
@@ -218,10 +219,11 @@ class Decisions:
             node, _ = self._slices.bound.get(symbol, (None, None))
             source = node.args[0] if node is not None and node.args else None
             if isinstance(source, fx.Node) and names.get(source) in self._counted:
-                raise CaptureError(
+                raise BuiltInError(
                     f"forward changes {names[source]} at each call, and at {where} gives it to an operator "
                     "that builds it in, as a dropout its rate: the step would be captured again at each call. Set it "
-                    "outside, and seldom, or compute with it"
+                    "outside, and seldom, or compute with it",
+                    names[source],
                 )
 
     def _assert_unknown(self, decision: Decision) -> bool:

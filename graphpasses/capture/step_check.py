@@ -40,12 +40,12 @@ def check_on_batch(loss_fn: Callable[..., Any], step: CapturedStep, batch: Seque
     agreed = partial(consensus.raised_together, another)
     with agreed():
         # Before eager runs, since hooks that came since the capture may keep something.
-        step.captures[0].snapshot.check(step.model)
+        current, *_ = step.fitting(*batch)
         if step.update is not None:
             step.update.optimizers.check()
-        theirs = _results(step, batch, lambda: run_eagerly(loss_fn, step, batch))
+        theirs = _results(step, current, batch, lambda: run_eagerly(loss_fn, step, batch))
     with agreed():
-        ours = _results(step, batch, lambda: step.run(*step.batch_structure.fresh(batch)))
+        ours = _results(step, current, batch, lambda: step.run(*step.batch_structure.fresh(batch)))
     with agreed():
         if (found := find_difference(theirs, ours)) is not None:
             raise FidelityError(
@@ -72,14 +72,14 @@ def run_eagerly(loss_fn: Callable[..., Any], step: CapturedStep, batch: Sequence
     return result
 
 
-def _results(step: CapturedStep, batch: Sequence[Any], run: Callable[[], Any]) -> Results:
-    """Returns copies of all that a run leaves behind, which is put back."""
-    with put_back(step, batch):
-        results = run_step(step.model, run, step.snapshot.outside_model)
+def _results(step: CapturedStep, current: CapturedStep, batch: Sequence[Any], run: Callable[[], Any]) -> Results:
+    """Returns copies of all that a run leaves behind, which is put back; of the step, a call would run ``current``."""
+    with put_back(current, batch):
+        results = run_step(step.model, run, current.snapshot.outside_model)
         if step.grad_norm is not None:
             results["the norm of the gradients"] = step.grad_norm
         reshard(fsdp_groups(step.model))
-        results |= _tensors(step, batch)
+        results |= _tensors(current, batch)
         return copies_of(results | state_in_optimizers(step.model, _optimizers(step)))
 
 

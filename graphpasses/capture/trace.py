@@ -107,6 +107,8 @@ def trace_step(
     counts = counted.read_numbers(model)
     for fqn in counted.fqns:
         reads.ignore(fqn)
+    for place in counted.places:
+        reads.count(place)
     decisions = Decisions(model, list(zip(paths, leaves, strict=True)), varying, counted.paths)
 
     def step(*args: Any) -> list[torch.Tensor | None]:

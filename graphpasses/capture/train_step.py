@@ -188,7 +188,7 @@ def _capture(
                 with _trained([get_state(model, fqn) for fqn in error.args]):
                     return again()
             except CountedError as error:
-                return again(counted=counted.and_also(error))
+                return again(counted=counted.and_also(*error.args))
             refuse_kept_tensors(trace.result)
         # Read
         step = read_step(

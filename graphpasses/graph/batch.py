@@ -41,10 +41,7 @@ def check_leaves(leaves: Sequence[Any], captured_leaves: Sequence[tuple[str, Any
             # Strides are shown where nothing else differs.
             strides = _describe(leaf, varying=dims) == _describe(captured, varying=dims)
             raise BatchMismatchError(
-                f"{path} differs from the captured one: expected {_describe(captured, strides, dims)}, got "
-                f"{_describe(leaf, strides)}. Give it such numbers from its start, or capture a step for it"
-                if path.startswith("attribute ")
-                else f"{path} differs from the captured batch: expected {_describe(captured, strides, dims)}, "
+                f"{path} differs from the captured batch: expected {_describe(captured, strides, dims)}, "
                 f"got {_describe(leaf, strides)}. Capture a step for it{_instead(leaf, captured, strides)}"
             )
 

@@ -194,13 +194,7 @@ class CapturedStep(TrainGraph):
         staying = self._staying()
         self._unsharded.shard(staying)
         waiting, pending = self.cut_steps.find_waiting()
-        tensors = (first := self._cache.steps[0]).snapshot.check(self.model)
-        leaves = [*(given := self.batch_structure.leaves(batch)), *first.counted.read(self.model)]
-        check_leaves(leaves, first.batch_leaves, self.varying)
-        leaf_of = {path: leaf for (path, _), leaf in zip(first.batch_leaves, leaves, strict=True)}
-        step: Self = self._cache.fitting(batch, leaves, partial(self._value, leaves=leaf_of))
-        if step is not first:
-            tensors, leaves = step.snapshot.check(self.model), [*given, *step.counted.read(self.model)]
+        step, tensors, leaves = self.fitting(*batch)
         step = step.cut_steps.fitting(step, waiting)
         structure = step.snapshot.structure
         is_updatable = step.update is None or step.update.check(structure.named(tensors, step.parameters))
@@ -210,6 +204,24 @@ class CapturedStep(TrainGraph):
         self.grad_norm = step.grad_norm
         step.batch_structure.take(batch)
         return returned
+
+    def fitting(self, *batch: Any) -> tuple[Self, list[torch.Tensor | None], list[Any]]:
+        """Returns the capture that a call would run on a batch, the model's tensors, and what else it reads."""
+        leaves = self.batch_structure.leaves(batch)
+        step, tensors = self._cache.fitting(batch, leaves)
+        return step, tensors, [*leaves, *step.counted.read(self.model)]
+
+    def look(self, leaves: Sequence[Any]) -> list[torch.Tensor | None]:
+        """Returns the model's tensors, by slot; raises if the step is not for it, or for these leaves of a batch."""
+        tensors, num_given = self.snapshot.check(self.model), len(leaves)
+        check_leaves(leaves, self.batch_leaves[:num_given], self.varying)
+        self.counted.check(self.model, self.batch_leaves[num_given:])
+        return tensors
+
+    def value_of(self, leaves: Sequence[Any]) -> Callable[[GraphInput], Any]:
+        """Returns what tells the values of inputs, for these leaves of a batch."""
+        every = [*leaves, *self.counted.read(self.model)]
+        return partial(self._value, leaves=dict(zip((p for p, _ in self.batch_leaves), every, strict=True)))
 
     def _staying(self) -> frozenset[int]:
         """Returns the groups that eager leaves unsharded after a step."""

@@ -167,6 +167,21 @@ class RankConsensus:
         if cause is not None:
             raise AgreementError(cause) from raised
 
+    def all_come(self, why: str) -> bool:
+        """Whether all ranks ask this, ``why`` in a word, while they have patience: those that do not may go on."""
+        for group in filter(ranks_are_processes, map(named_group, self.groups)):
+            store, keys = group_store(group), [f"{_MEETING} {why} of rank {dist.get_rank()}"]
+            keys.append(f"{_MEETING} {why} {store.add(keys[0], 1)}: ranks")
+            if store.add(keys[1], 1) == group.size():
+                store.set(f"{keys[1]}, all", "")
+            try:
+                store.wait([f"{keys[1]}, all"], min(_PATIENCE, store.timeout))
+            except RuntimeError:
+                for key in keys:
+                    store.add(key, -1)
+                return False
+        return True
+
     def _arrive(self, *, waits: bool) -> bool:
         """Says that this rank comes to a meeting; if it waits, returns whether all do while it has patience."""
         for group in filter(ranks_are_processes, map(named_group, self.groups)):

@@ -1,4 +1,6 @@
-"""A captured step, and those that were captured again for batches by which ``loss_fn`` decides otherwise."""
+"""A captured step, and those that were captured again: for batches by which ``loss_fn`` decides otherwise, and for
+what else the step had built in and is something else now.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +11,21 @@ from typing import Any, TypeAlias
 import torch
 
 from graphpasses._torch.fsdp2_accumulation import accumulation_set_aside
-from graphpasses.errors import CaptureError
+from graphpasses.errors import BatchMismatchError, CaptureError
 from graphpasses.graph.batch import same_leaves
 from graphpasses.graph.guards import NO_DECISION
 from graphpasses.graph.rank_consensus import FailedRanks, RankConsensus
-from graphpasses.graph.train_graph import GraphInput
+from graphpasses.state.counted import BuiltInError
 
 Recapture: TypeAlias = Callable[..., Any]
-"""Captures a step again, for a batch by which ``loss_fn`` decides otherwise.
+"""Captures a step again.
 
 Called as ``capture(model, *batch, counted=..., traced_everywhere=...)``: the numbers that are inputs until now, and
 what it calls before the ranks run anything together.
 """
 
 MAX_STEPS = 8
+_CALLS_FOR_ONE = 100  # of so many calls one may bring another step
 
 
 class FailedElsewhereError(CaptureError):
@@ -33,12 +36,27 @@ Step: TypeAlias = Any
 """A :class:`~graphpasses.graph.CapturedStep`, which has one of these."""
 
 
+def _look(step: Step, given: Sequence[Any]) -> tuple[str | None, Any]:
+    """Says what a step has built in that is something else now; returns its model's tensors if nothing is."""
+    try:
+        return None, step.look(given)
+    except BatchMismatchError:
+        raise
+    except CaptureError as error:
+        return str(error), None
+
+
 class GuardedCache:
-    """A captured step, and those captured again, each with its guards: all ranks run the same one at each call."""
+    """A captured step, and those captured again, each with its guards and with what it has built in of the model and
+    of values from outside: all ranks run the same one at each call.
+    """
 
     def __init__(self, first: Step) -> None:
         self.steps = [first]
+        self._last = first  # which ran last
         self._num_captured = 1
+        self._num_calls = 0
+        self._built_in: set[str] = set()  # paths of numbers that no step reads as inputs
         self._device = next(first.model.parameters()).device
         self._consensus = RankConsensus.of_graph(first.graph, self._device)
         self.groups = self._consensus.groups  # the names of those with which the step communicates
@@ -46,8 +64,12 @@ class GuardedCache:
         self._is_checked = False
         self._is_guarded = None if self.groups else first.guards is not None
 
-    def fitting(self, batch: tuple[Any, ...], leaves: Sequence[Any], value_of: Callable[[GraphInput], Any]) -> Step:
-        """Returns the step that all ranks captured with what they decide by now, or captures it."""
+    def fitting(self, batch: tuple[Any, ...], given: Sequence[Any]) -> tuple[Step, Any]:
+        """Returns the step that all ranks captured with what is so now, or captures it; and its model's tensors.
+
+        ``given`` are the leaves of the batch.
+        """
+        self._num_calls += 1
         if not self._is_checked:
             update = self.steps[0].update
             name, norm = (None, None) if update is None else (update.optimizers.name, update.clip_norm)
@@ -56,45 +78,89 @@ class GuardedCache:
             self._is_checked = True
         if self._is_guarded is None:  # some rank may decide by what the others do not have
             self._is_guarded = not self._consensus.all_ranks([self.steps[0].guards is None])[0]
-        same, shared = same_leaves(leaves), self.steps[0].batch_structure.shared_in(batch)
-        different = [step.batch_structure.sameness_difference(same, shared) for step in self.steps]
-        if not self._is_guarded:
-            if different[0] is None:
-                return self.steps[0]
+        changed, tensors = _look(self._last, given)
+        if changed is None and not self._is_guarded:
+            if (different := self._difference(self._last, batch, given)) is None:
+                return self._last, tensors
             if self.groups:  # the other ranks do not ask
-                raise CaptureError(f"{different[0]}; capture a step for each of these cases, or give clones")
-        with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
-            all_guards = [step.guards for step in self.steps]
-            decided = [None if each is None else each.difference(value_of) for each in all_guards]
-        differences = [one or other for one, other in zip(different, decided, strict=True)]
+                raise CaptureError(f"{different}; capture a step for each of these cases, or give clones")
+        if changed is not None and (
+            self._last.recapture is None
+            or not (self._is_guarded or self._consensus.all_come("to capture a step again, or take another"))
+        ):
+            raise CaptureError(changed)
+        differences = [self._difference(step, batch, given, looks=changed is not None) for step in self.steps]
         fits = self._consensus.all_ranks([difference is None for difference in differences])
         if True in fits:
-            return self.steps[fits.index(True)]
-        found = next(filter(None, differences), "on another rank, loss_fn decided otherwise than it does now")
-        step = self._capture(batch, found)
-        # The others hold a number constant that this one changes.
-        if not self._consensus.all_ranks([step.counted == self.steps[0].counted])[0]:
-            self.steps.clear()
-        self.steps.append(step)
-        return step
+            self._last = self.steps[fits.index(True)]
+        else:
+            found = next(filter(None, (changed, *differences)), "on another rank, something is otherwise than it was")
+            self._capture(batch, found)
+        return self._last, self._last.look(given)
 
-    def _capture(self, batch: tuple[Any, ...], difference: str) -> Step:
-        first = self.steps[0]
+    def _difference(
+        self, step: Step, batch: tuple[Any, ...], given: Sequence[Any], *, looks: bool = False
+    ) -> str | None:
+        """Says why a step is not for a batch; of what it has built in only if it ``looks``, or the rest fits."""
+        changed = _look(step, given)[0] if looks else None
+        structure = step.batch_structure
+        found = changed or structure.sameness_difference(same_leaves(given), structure.shared_in(batch))
+        if found is None and step.guards is not None:
+            with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
+                found = step.guards.difference(step.value_of(given))
+        return _look(step, given)[0] if found is None and step is not self._last and not looks else found
+
+    def _capture(self, batch: tuple[Any, ...], difference: str) -> None:
+        first = self._last
         if first.recapture is None:
             raise CaptureError(
                 f"{difference}. Capture it with recapture=True, or capture a step for each of these cases"
             )
-        if self._num_captured == MAX_STEPS:
+        if self._num_captured >= MAX_STEPS + self._num_calls // _CALLS_FOR_ONE:
             raise CaptureError(
-                f"{difference}. The step was captured for {MAX_STEPS} such cases, and no more are kept. {NO_DECISION}"
+                f"{difference}. The step was captured for {self._num_captured} such cases, and no more are kept"
+                f"{f'. {NO_DECISION}' if 'loss_fn decided' in difference else ''}"
             )
+        step = self._captured_with_numbers(batch)
+        self._num_captured += 1
+        step.note(f"captured again: {difference.partition(';')[0]}")
+        step.seconds, step.recapture = first.seconds, first.recapture
+        step = self.rewritten(step, first.rewrites)
+        # The others hold a number constant that this one changes.
+        if not self._consensus.all_ranks([step.counted == first.counted])[0]:
+            self.steps.clear()
+        self.steps = [*self.steps[-MAX_STEPS + 1 :], step]
+        self._last = step
+        guarded = any(each.guards is not None for each in self.steps)
+        self._is_guarded = not self._consensus.all_ranks([not guarded])[0]
+
+    def _captured_with_numbers(self, batch: tuple[Any, ...]) -> Step:
+        """Captures a step of which numbers that are others now are inputs, since they may change again; but for those
+        that it cannot read so.
+        """
+        first = self._last
+        known = first.counted.that_are_numbers(first.model)
+        numbers = first.snapshot.changed_numbers(first.model)
+        while True:
+            also = [numbers[path] for path in numbers.keys() - self._built_in - {*known.paths}]
+            counted = known.and_also(*also)
+            if self._consensus.all_ranks([not also])[0]:
+                return self._captured(batch, known)
+            try:
+                return self._captured(batch, counted)
+            except FailedElsewhereError:  # another rank has fewer then
+                pass
+            except BuiltInError as error:
+                self._built_in.add(error.path)
+            except CaptureError:
+                self._built_in |= {*counted.paths}
+
+    def _captured(self, batch: tuple[Any, ...], counted: Any) -> Step:
+        first = self._last
         elsewhere = FailedElsewhereError("another rank could not capture the step again; its message says why")
         together = partial(self._consensus.raised_together, elsewhere)
         with together(), together() as traced_everywhere, torch.enable_grad():
-            step = first.recapture(first.model, *batch, counted=first.counted, traced_everywhere=traced_everywhere)
-        self._num_captured += 1
-        step.seconds, step.recapture = first.seconds, first.recapture
-        return self.rewritten(step, first.rewrites)
+            return first.recapture(first.model, *batch, counted=counted, traced_everywhere=traced_everywhere)
 
     def rewritten(self, step: Step, rewrites: Iterable[Callable[[Step], Step]]) -> Step:
         """Returns a step after rewrites; raises on all ranks if it launches different collectives on them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,6 +48,14 @@ class CountedError(CaptureError):
     """A step changes numbers at each call, whose places it has, or FQNs of attributes: they are to be its inputs."""
 
 
+class BuiltInError(CaptureError):
+    """A number cannot be an input of the step, which builds it in."""
+
+    def __init__(self, message: str, path: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
 _DTYPES = {int: torch.int64, float: torch.float64}
 
 
@@ -63,11 +71,28 @@ class Counted:
         """What messages call the inputs."""
         return (*(f"attribute {fqn!r}" for fqn in self.fqns), *(repr(place.path) for place in self.places))
 
-    def and_also(self, error: CountedError) -> Counted:
-        """Returns these, and what an error has."""
-        places = tuple(each for each in error.args if isinstance(each, Place))
-        fqns = tuple(each for each in error.args if not isinstance(each, Place))
+    def and_also(self, *also: str | Place) -> Counted:
+        """Returns these and others: places, or FQNs of attributes."""
+        places = tuple(each for each in also if isinstance(each, Place))
+        fqns = tuple(each for each in also if not isinstance(each, Place))
         return replace(self, fqns=(*self.fqns, *fqns), places=(*self.places, *places))
+
+    def that_are_numbers(self, model: nn.Module) -> Counted:
+        """Returns those of which numbers stand there now."""
+        are = [*map(is_number, self.read_numbers(model))]
+        fqns = tuple(each for each, is_one in zip(self.fqns, are, strict=False) if is_one)
+        places = zip(self.places, are[len(self.fqns) :], strict=True)
+        return Counted(fqns, tuple(each for each, is_one in places if is_one))
+
+    def check(self, model: nn.Module, captured: Sequence[tuple[str, Any]]) -> None:
+        """Raises if another kind of number stands somewhere than when the step was ``captured``, by path."""
+        for (path, before), now in zip(captured, self.read_numbers(model), strict=True):
+            kind = next(each for each, dtype in _DTYPES.items() if dtype == before.dtype)
+            if type(now) is not kind or not isinstance(_as_tensor(now), torch.Tensor):
+                raise CaptureError(
+                    f"{path} is {now!r} now, and had a number ({kind.__name__}) when the step was captured. Give it "
+                    "such numbers from its start, or capture a step for it"
+                )
 
     def read(self, model: nn.Module) -> list[Any]:
         """Returns the numbers as tensors, or what stands there instead."""
@@ -135,6 +160,22 @@ def changing_numbers(
     if not is_number(slot.value) or can_write(owner.value, slot.name):
         return [*find((), slot.value, pattern, later)]
     return []
+
+
+def changed_numbers(owner: Owner, slot: Slot) -> list[Place]:
+    """Returns where a slot, or a container that stays in it, has another number than it had."""
+    copies = {id(container): items for container, items in slot.copies}
+
+    def find(keys: tuple[Any, ...], before: Any, now: Any) -> Iterator[Place]:
+        if is_number(before) and is_number(now):
+            if repr(before) != repr(now):
+                yield Place(slot.path + "".join(f"[{key!r}]" for key in keys), owner, slot, keys)
+        elif before is now and isinstance(items := copies.get(id(before)), (dict, list)):
+            for key, item in items.items() if isinstance(items, dict) else enumerate(items):
+                yield from find((*keys, key), item, _item(now, key))
+
+    now = read(owner.value, slot.name)
+    return [*find((), slot.value, now)] if not is_number(now) or can_write(owner.value, slot.name) else []
 
 
 def _item(items: Any, key: Any) -> Any:

@@ -48,6 +48,7 @@ class Reads:
         self._own: dict[int, frozenset[str]] = {}  # the attributes that it had
         self._found: Any = MISSING  # what was read last
         self._ignored: set[tuple[int, str]] = set()
+        self._counted: set[tuple[int, Any]] = set()
         self._classes: set[type] = {nn.Module}
         self._codes: dict[int, tuple[CodeType, bool]] = {}  # that ran, and whether they are the user's
         self._nested: set[int] = set()  # the ids of code in these
@@ -74,6 +75,10 @@ class Reads:
         """Does not note who reads an attribute of a module of the model."""
         owner, _, name = fqn.rpartition(".")
         self._ignored.add((id(self._model.get_submodule(owner)), name))
+
+    def count(self, place: Place) -> None:
+        """Lets the step leave what stands in a place, be it another or not: the number is no constant of it."""
+        self._counted.add((id(place.owner.value), place.slot.name))
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -112,7 +117,7 @@ class Reads:
             if value is MISSING or (is_module and (not is_same or key_of(value).is_plain)):
                 continue
             difference = slot.difference(value, strict=True)
-            if difference is None and slot.left is MISSING:
+            if difference is None and slot.left is MISSING and (id(owner.value), slot.name) not in self._counted:
                 continue
             path = slot.path if is_module else f"{slot.path} (outside)"
             while path in left.places:  # closures of one ``def`` have the same names

@@ -17,6 +17,7 @@ from graphpasses._torch.module_hooks import global_hook_ids
 from graphpasses._torch.surroundings import function_modes, keeps_parametrized, saved_tensor_hooks
 from graphpasses.errors import CaptureError
 from graphpasses.identity import named_state
+from graphpasses.state.counted import Place, changed_numbers, is_countable
 from graphpasses.state.keys import TensorFacts
 from graphpasses.state.model import ModelStructure, Unwritten
 from graphpasses.state.slots import AGAIN, Asked, Owner
@@ -90,6 +91,18 @@ class Snapshot:
         _refuse((*self.settings, *self.tensors))
         _refuse(self.names, _IN_BATCH)
         return tensors
+
+    def changed_numbers(self, model: nn.Module) -> dict[str, str | Place]:
+        """Returns where numbers stand that are others now, by what messages call them: FQNs of attributes, or places."""
+        modules = {*map(id, model.modules())}
+        found: dict[str, str | Place] = {}
+        for owner in (*self.attributes, *self.names):
+            for slot in owner.slots.values():
+                for place in changed_numbers(owner, slot):
+                    is_fqn = not place.keys and id(owner.value) in modules and is_countable(model, slot.path)
+                    path = f"attribute {slot.path!r}" if is_fqn else repr(place.path)
+                    found.setdefault(path, slot.path if is_fqn else place)
+        return found
 
     def for_model(self, model: nn.Module, groups: Mapping[str, str]) -> Snapshot:
         """Returns the same of another model, with other process groups, by the names of this one's; raises where that
