@@ -73,7 +73,7 @@ def run_eagerly(loss_fn: Callable[..., Any], step: CapturedStep, batch: Sequence
 
 
 def _results(step: CapturedStep, current: CapturedStep, batch: Sequence[Any], run: Callable[[], Any]) -> Results:
-    """Returns copies of all that a run leaves behind, which is put back; of the step, a call would run ``current``."""
+    """Returns copies of all that a run leaves behind, which is put back; a call would run ``current``."""
     with put_back(current, batch):
         results = run_step(step.model, run, current.snapshot.outside_model)
         if step.grad_norm is not None:

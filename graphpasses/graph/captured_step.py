@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal, Self
 
 import torch
@@ -46,7 +46,7 @@ class CapturedStep(TrainGraph):
         snapshot: what the graph has built in: the model's structure, settings of torch and FSDP2, attributes and
             values from outside that the step's code reads; each call checks it.
         guards: what ``loss_fn`` decided by values of the batch; each call checks it, too. None if it decided nothing.
-        recapture: how to capture the step again for a batch by which ``loss_fn`` decides otherwise; None refuses it.
+        recapture: how to capture the step again where one of these is otherwise now; None refuses it.
         rewrites: what the captured step then went through, e.g. pipelines.
         cuts: where FSDP2 may keep gradients unreduced, for a later step; None where that is not known.
         checker: compares a step with eager on a batch; None where there is no ``loss_fn``.
@@ -94,8 +94,9 @@ class CapturedStep(TrainGraph):
     def __call__(self, *batch: Any) -> Any:
         """Runs the step on the live model.
 
-        Where ``loss_fn`` decides by values of the batch otherwise than when the step was captured, the step is
-        captured again, on all ranks, and kept beside the first.
+        Where ``loss_fn`` decides by values of the batch otherwise than when the step was captured, or something that
+        the step has built in is something else now, it is captured again, on all ranks, and kept beside the first.
+        Numbers that changed are inputs of the step from then on, if it can read them so.
 
         Args:
             batch: like the captured one: same structure (keys in any order), shapes, dtypes and plain values.
@@ -105,11 +106,8 @@ class CapturedStep(TrainGraph):
 
         Raises:
             BatchMismatchError: the batch differs from the captured one; the message names the leaf.
-            CaptureError: it is called under ``torch.inference_mode``, or the live model no longer has a parameter
-                that the step reads, or changed since the capture: modes and hooks of modules, ``requires_grad``,
-                ties, hooks on gradients, settings of FSDP2's groups or of torch, values that ``loss_fn`` reads by
-                name; or parameters changed while FSDP2 had them unsharded; or ``loss_fn`` decides by values
-                otherwise than when it was captured, and must not be captured again, or was eight times.
+            CaptureError: it is called under ``torch.inference_mode``; or parameters changed while FSDP2 had them
+                unsharded; or the step cannot be captured again, or must not be, or was eight times.
             FidelityError: the call is one that is checked, see :meth:`check`.
             AgreementError: another rank stopped, of which a collective waits; the message says why it did.
         """
@@ -185,7 +183,7 @@ class CapturedStep(TrainGraph):
         """Does what a call does, and is never checked."""
         if torch.is_inference_mode_enabled():
             raise CaptureError(
-                "the step is called under torch.inference_mode, where eager has no gradients; call it outside"
+                "the step is called under torch.inference_mode, where eager has no gradients; leave it"
             )
         if active_fake_mode() is not None and not is_fake(next(self.model.parameters())):
             raise CaptureError(
@@ -207,8 +205,7 @@ class CapturedStep(TrainGraph):
 
     def fitting(self, *batch: Any) -> tuple[Self, list[torch.Tensor | None], list[Any]]:
         """Returns the capture that a call would run on a batch, the model's tensors, and what else it reads."""
-        leaves = self.batch_structure.leaves(batch)
-        step, tensors = self._cache.fitting(batch, leaves)
+        step, tensors = self._cache.fitting(batch, leaves := self.batch_structure.leaves(batch))
         return step, tensors, [*leaves, *step.counted.read(self.model)]
 
     def look(self, leaves: Sequence[Any]) -> list[torch.Tensor | None]:
@@ -220,8 +217,16 @@ class CapturedStep(TrainGraph):
 
     def value_of(self, leaves: Sequence[Any]) -> Callable[[GraphInput], Any]:
         """Returns what tells the values of inputs, for these leaves of a batch."""
-        every = [*leaves, *self.counted.read(self.model)]
-        return partial(self._value, leaves=dict(zip((p for p, _ in self.batch_leaves), every, strict=True)))
+        paths, every = (path for path, _ in self.batch_leaves), [*leaves, *self.counted.read(self.model)]
+        given = dict(zip(paths, every, strict=True))
+
+        def value(item: GraphInput) -> Any:
+            if item.kind is InputKind.BATCH:
+                return given[item.fqn]
+            tensor = get_state(self.model, item.fqn)
+            return getattr(tensor, item.attr) if item.attr else tensor
+
+        return value
 
     def _staying(self) -> frozenset[int]:
         """Returns the groups that eager leaves unsharded after a step."""
@@ -237,7 +242,7 @@ class CapturedStep(TrainGraph):
 
     @property
     def captures(self) -> tuple[CapturedStep, ...]:
-        """This step, and those captured since, by what ``loss_fn`` decides, and the numbers that forward changes."""
+        """This step and those captured since, but for those that no call can take any more."""
         return tuple(self._cache.steps)
 
     @cached_property
@@ -273,12 +278,6 @@ class CapturedStep(TrainGraph):
         trained = frozenset(self.parameters) - self.without_gradient
         return CutSteps(self.model, self.identity, trained, self.cuts, self.update is not None, self._with_graph)
 
-    def _value(self, item: GraphInput, leaves: Mapping[str, Any]) -> Any:
-        if item.kind is InputKind.BATCH:
-            return leaves[item.fqn]
-        tensor = get_state(self.model, item.fqn)
-        return getattr(tensor, item.attr) if item.attr else tensor
-
     def run_unchecked(
         self,
         tensors: Sequence[torch.Tensor | None],
@@ -300,16 +299,16 @@ class CapturedStep(TrainGraph):
         values += pending.values()
         if self.written:
             named = zip(self.inputs[: len(values)], values, strict=True)
-            written = [(item.fqn, value) for item, value in named if item.fqn in self.written and item.is_tensor]
+            written = [(item.fqn, each) for item, each in named if item.fqn in self.written and item.is_tensor]
             check_memory(written, zip(self.batch_structure.paths, leaves, strict=False))
-        device = next(self.model.parameters()).device.type
         # The casts of the captured step are in its graph; autocast must not add others.
-        with torch.no_grad(), torch.autocast(device, enabled=False):
-            flat = self._call(*values) if update is None else []
+        uncast = torch.autocast(next(self.model.parameters()).device.type, enabled=False)
         if update is None:
+            with torch.no_grad(), uncast:
+                flat = self._call(*values)
             with torch.no_grad():  # as hooks run in backward
                 return self._accumulate(flat, tensors)
-        with torch.no_grad(), torch.autocast(device, enabled=False):
+        with torch.no_grad(), uncast:
             parameters = self.snapshot.structure.named(tensors, self.parameters)
             if not is_updatable:
                 returned = self._accumulate((update.without_update or self.module)(*values), tensors)

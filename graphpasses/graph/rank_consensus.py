@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -167,19 +167,24 @@ class RankConsensus:
         if cause is not None:
             raise AgreementError(cause) from raised
 
-    def all_come(self, why: str) -> bool:
-        """Whether all ranks ask this, ``why`` in a word, while they have patience: those that do not may go on."""
+    def all_come(self, error: Exception) -> bool:
+        """Whether all ranks come here while they have patience, each with an ``error`` that it raises otherwise.
+
+        Those that do not come go on, and may wait for this one: they hear of the error.
+        """
+        failed = FailedRanks(self.groups)
+        failed.tell(error)
         for group in filter(ranks_are_processes, map(named_group, self.groups)):
-            store, keys = group_store(group), [f"{_MEETING} {why} of rank {dist.get_rank()}"]
-            keys.append(f"{_MEETING} {why} {store.add(keys[0], 1)}: ranks")
+            store, keys = group_store(group), [f"{_COMING} of rank {dist.get_rank()}"]
+            keys.append(f"{_COMING} {store.add(keys[0], 1)}: ranks")
             if store.add(keys[1], 1) == group.size():
                 store.set(f"{keys[1]}, all", "")
-            try:
-                store.wait([f"{keys[1]}, all"], min(_PATIENCE, store.timeout))
-            except RuntimeError:
+            rounds = range(int(min(_PATIENCE, store.timeout) / _MOMENT))
+            if not any(_is_set(store, f"{keys[1]}, all") for _ in rounds if not store.check([_HEARD])):
                 for key in keys:
                     store.add(key, -1)
                 return False
+        failed.forget()
         return True
 
     def _arrive(self, *, waits: bool) -> bool:
@@ -195,6 +200,15 @@ class RankConsensus:
                 except RuntimeError:
                     return False
         return True
+
+
+def _is_set(store: Any, key: str) -> bool:
+    """Whether a key is set, or will be in a moment."""
+    try:
+        store.wait([key], _MOMENT)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _unlike(what: str, one: tuple[int, str], other: tuple[int, str]) -> str | None:
@@ -226,7 +240,10 @@ def _unlike_launches(one: tuple[int, Launches], other: tuple[int, Launches]) -> 
 
 
 _KEY = "graphpasses: what stopped a rank in a step"
+_HEARD = "graphpasses: another rank has heard what stopped one"
 _MEETING = "graphpasses: meeting"
+_COMING = "graphpasses: coming"
+_MOMENT = timedelta(seconds=0.5)
 _PATIENCE = timedelta(seconds=60)  # of a rank that failed with others that may wait for it until their timeout
 
 
@@ -270,11 +287,13 @@ class FailedRanks:
                 continue
             is_own = text.startswith(f"rank {dist.get_rank()} ")
             if text and not is_own and not text.endswith(f": {error}"):
+                store.set(_HEARD, "")
                 return f"{text}. This rank waited for it: {error}"
         return None
 
     def forget(self) -> None:
         """Takes back what this rank left."""
         for group in self._groups if self._has_told else ():
-            group_store(named_group(group)).delete_key(_KEY)
+            for key in (_KEY, _HEARD):
+                group_store(named_group(group)).delete_key(key)
         self._has_told = False

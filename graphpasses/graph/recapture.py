@@ -84,11 +84,11 @@ class GuardedCache:
                 return self._last, tensors
             if self.groups:  # the other ranks do not ask
                 raise CaptureError(f"{different}; capture a step for each of these cases, or give clones")
-        if changed is not None and (
-            self._last.recapture is None
-            or not (self._is_guarded or self._consensus.all_come("to capture a step again, or take another"))
-        ):
-            raise CaptureError(changed)
+        if changed is not None:
+            error = CaptureError(changed)
+            # Where the ranks ask each other at each call, all come to it.
+            if self._last.recapture is None or not (self._is_guarded or self._consensus.all_come(error)):
+                raise error
         differences = [self._difference(step, batch, given, looks=changed is not None) for step in self.steps]
         fits = self._consensus.all_ranks([difference is None for difference in differences])
         if True in fits:
@@ -111,7 +111,7 @@ class GuardedCache:
         return _look(step, given)[0] if found is None and step is not self._last and not looks else found
 
     def _capture(self, batch: tuple[Any, ...], difference: str) -> None:
-        first = self._last
+        first, why = self._last, difference.partition(";")[0]
         if first.recapture is None:
             raise CaptureError(
                 f"{difference}. Capture it with recapture=True, or capture a step for each of these cases"
@@ -121,11 +121,15 @@ class GuardedCache:
                 f"{difference}. The step was captured for {self._num_captured} such cases, and no more are kept"
                 f"{f'. {NO_DECISION}' if 'loss_fn decided' in difference else ''}"
             )
-        step = self._captured_with_numbers(batch)
+        try:
+            step = self._captured_with_numbers(batch)
+        except Exception as error:
+            error.add_note(f"The step was captured again: {why}")
+            raise
         self._num_captured += 1
-        step.note(f"captured again: {difference.partition(';')[0]}")
         step.seconds, step.recapture = first.seconds, first.recapture
         step = self.rewritten(step, first.rewrites)
+        step.note(f"captured again: {why}")
         # The others hold a number constant that this one changes.
         if not self._consensus.all_ranks([step.counted == first.counted])[0]:
             self.steps.clear()

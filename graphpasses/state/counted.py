@@ -79,7 +79,7 @@ class Counted:
 
     def that_are_numbers(self, model: nn.Module) -> Counted:
         """Returns those of which numbers stand there now."""
-        are = [*map(is_number, self.read_numbers(model))]
+        are = [*map(is_carried, self.read_numbers(model))]
         fqns = tuple(each for each, is_one in zip(self.fqns, are, strict=False) if is_one)
         places = zip(self.places, are[len(self.fqns) :], strict=True)
         return Counted(fqns, tuple(each for each, is_one in places if is_one))
@@ -88,7 +88,7 @@ class Counted:
         """Raises if another kind of number stands somewhere than when the step was ``captured``, by path."""
         for (path, before), now in zip(captured, self.read_numbers(model), strict=True):
             kind = next(each for each, dtype in _DTYPES.items() if dtype == before.dtype)
-            if type(now) is not kind or not isinstance(_as_tensor(now), torch.Tensor):
+            if type(now) is not kind or not is_carried(now):
                 raise CaptureError(
                     f"{path} is {now!r} now, and had a number ({kind.__name__}) when the step was captured. Give it "
                     "such numbers from its start, or capture a step for it"
@@ -136,6 +136,11 @@ def is_number(value: Any) -> bool:
     return type(value) in _DTYPES
 
 
+def is_carried(value: Any) -> bool:
+    """Whether a tensor can carry a value."""
+    return isinstance(_as_tensor(value), torch.Tensor)
+
+
 def changing_numbers(
     path: str, owner: Owner, slot: Slot, pattern: Any, later: Any, was_read: Collection[str]
 ) -> list[Place]:
@@ -167,10 +172,10 @@ def changed_numbers(owner: Owner, slot: Slot) -> list[Place]:
     copies = {id(container): items for container, items in slot.copies}
 
     def find(keys: tuple[Any, ...], before: Any, now: Any) -> Iterator[Place]:
-        if is_number(before) and is_number(now):
+        if is_number(before) and is_carried(now):
             if repr(before) != repr(now):
                 yield Place(slot.path + "".join(f"[{key!r}]" for key in keys), owner, slot, keys)
-        elif before is now and isinstance(items := copies.get(id(before)), (dict, list)):
+        elif before is now and isinstance(items := copies.pop(id(before), None), (dict, list)):
             for key, item in items.items() if isinstance(items, dict) else enumerate(items):
                 yield from find((*keys, key), item, _item(now, key))
 

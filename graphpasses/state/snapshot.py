@@ -93,7 +93,7 @@ class Snapshot:
         return tensors
 
     def changed_numbers(self, model: nn.Module) -> dict[str, str | Place]:
-        """Returns where numbers stand that are others now, by what messages call them: FQNs of attributes, or places."""
+        """Returns where numbers are others now, by what messages call them: FQNs of attributes, or places."""
         modules = {*map(id, model.modules())}
         found: dict[str, str | Place] = {}
         for owner in (*self.attributes, *self.names):

@@ -143,7 +143,7 @@ def test_a_parameter_that_backward_reads_behind_its_hook() -> None:
 
 def test_refused() -> None:
     model, x = build(), x_of(0)
-    step = gp.capture_train_step(loss_fn, model, x)
+    step = gp.capture_train_step(loss_fn, model, x, recapture=False)
     handle = model[0].weight.register_post_accumulate_grad_hook(lambda weight: None)
     with pytest.raises(CaptureError, match=r"^parameter '0\.weight' had gradient hooks \[\] when .*has \[\d+\] now"):
         step(x)

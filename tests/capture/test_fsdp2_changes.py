@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -37,7 +38,7 @@ def test_settings_changed_after_the_capture(name: str) -> None:
     change, message = SETTINGS[name]
     with fake_process_group(4):
         model = sharded()
-        step = captured(model)
+        step = replace(captured(model), recapture=None)
         step(*token_batch())
         change(model)
         assert refused(lambda: step(*token_batch())) == (
@@ -139,7 +140,7 @@ def test_a_teacher_changed_while_eager_has_it_unsharded(reshards: bool, options:
                 target = next_token_loss(teacher, *batch)
             return next_token_loss(model, *batch) - target
 
-        step = capture_train_step(loss_fn, model, *token_batch(), others=(teacher,))
+        step = capture_train_step(loss_fn, model, *token_batch(), others=(teacher,), recapture=False)
         assert all(group.is_sharded for group in fsdp_groups(teacher))
         gather = mock.Mock(wraps=_fsdp_param_group.foreach_all_gather)
         with mock.patch.object(_fsdp_param_group, "foreach_all_gather", gather):
@@ -222,7 +223,7 @@ def test_a_weight_that_forward_writes_and_backward_leaves_unsharded() -> None:
         model = nn.Sequential(Decays(4, 8), nn.Linear(8, 8))
         for each in (model[1], model):
             fully_shard(each, mesh=make_mesh())
-        step = capture_train_step(loss_fn, model, torch.ones(2, 4))
+        step = capture_train_step(loss_fn, model, torch.ones(2, 4), recapture=False)
         step(torch.ones(2, 4))  # what is written is freed: near miss
         assert isinstance(model, FSDPModule)
         assert isinstance(model[1], FSDPModule)
@@ -248,7 +249,7 @@ def test_a_state_that_loss_fn_loads_is_no_other_memory() -> None:
             mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(f"ranks of {rank}",))
             layers = [nn.Linear(4, 3), nn.Linear(4, 3)]
             model = nn.Sequential(*(fully_shard(each, mesh=mesh, reshard_after_forward=True) for each in layers))
-            step = capture_train_step(loss_fn, model, torch.ones(2, 4), check=False)
+            step = capture_train_step(loss_fn, model, torch.ones(2, 4), check=False, recapture=False)
             graphs.append([node.target for node in step.graph.find_nodes(op="call_function", target=_ZEROS)])
     assert graphs[0] == graphs[1]
 
@@ -269,7 +270,7 @@ def test_what_forward_writes_into_the_one_shard() -> None:
         model = nn.Sequential(nn.Embedding(6, 4, max_norm=0.5), nn.Linear(4, 2))
         fully_shard(model, mesh=make_mesh(1))
         before = [each.to_local().clone() for each in model.parameters()]
-        step = default_pipeline().run(capture_train_step(loss_fn, model, x))
+        step = default_pipeline().run(capture_train_step(loss_fn, model, x, recapture=False))
         losses, gradients = [], []
         for call in (step, partial(loss_fn, model)):
             loss = call(x)

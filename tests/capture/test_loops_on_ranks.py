@@ -180,7 +180,34 @@ def in_backward(is_captured: bool) -> list[Any]:
     return [found, weight_hash(model)]
 
 
+def changing(is_captured: bool) -> list[Any]:
+    """A number, a dropout's rate and what is trained change between steps, on all ranks."""
+    model, settings, step, found = network(0), {"scale": 1.0}, None, list[Any]()
+    model[2], optimizer = nn.Dropout(0.1), adam(model)  # type: ignore[operator]
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).float().square().mean() * settings["scale"]
+
+    for index in range(2 * NUM_STEPS):
+        x = torch.randn(4, 8)
+        settings["scale"] = 1 / (1 + index)
+        model[2].p = 0.1 if index < 3 else 0.2  # type: ignore[index]
+        model[0].requires_grad_(index % 3 != 1)  # type: ignore[index]
+        if is_captured:
+            step = step or default_pipeline().run(capture_train_step(loss_fn, model, x))
+            found.append(step(x).item())
+        else:
+            loss = loss_fn(model, x)
+            loss.backward()
+            found.append(loss.item())
+        found.append([each.grad is None for each in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return [found, weight_hash(model)]
+
+
 CASES: dict[str, Callable[[bool], list[Any]]] = {
+    "changes between steps": changing,
     "optimizers in backward": in_backward,
     "teacher": distil,
     "teacher on every rank": lambda is_captured: distil(is_captured, is_sharded=False),
@@ -229,6 +256,14 @@ def failing_alone() -> list[str]:
     found = [says(lambda: capture_train_step(loss_fn, models[0], wrong))]
     torch.distributed.barrier()
     return [*found, says(lambda: step.check(wrong))]
+
+
+def changed_alone() -> str:
+    """What each rank says where rank 1 alone changes what the step has built in."""
+    scale = 1.0
+    step = capture_train_step(lambda model, ids: model(ids).sum() * scale, embedding(), torch.arange(4))
+    scale += torch.distributed.get_rank()
+    return says(lambda: step(torch.arange(4)))
 
 
 def unlike_calls() -> str:
@@ -283,6 +318,13 @@ def test_what_one_rank_alone_raises_is_told() -> None:
     for waiting, wrong in zip(*run_ranks(failing_alone, 2), strict=True):
         assert wrong == "IndexError: index out of range in self"
         assert waiting.startswith(f"AgreementError: rank 1 stopped: {wrong}. This rank waited for it: ")
+
+
+@pytest.mark.multiprocess
+def test_what_one_rank_alone_changes() -> None:
+    waiting, changed = run_ranks(changed_alone, 2)
+    assert changed.startswith("CaptureError: 'scale' was 1.0 when the step was captured, and is 2.0 now; ")
+    assert waiting.startswith(f"AgreementError: rank 1 stopped: {changed}. This rank waited for it: ")
 
 
 @pytest.mark.multiprocess

@@ -32,7 +32,7 @@ def build() -> nn.Sequential:
 
 
 def captured(model: nn.Module | None = None) -> CapturedStep:
-    return capture_train_step(loss_fn, build() if model is None else model, X)
+    return capture_train_step(loss_fn, build() if model is None else model, X, recapture=False)
 
 
 def refused(call: Callable[[], Any], kind: type[Exception] = CaptureError) -> str:
@@ -252,7 +252,7 @@ def write(module: Any, out: torch.Tensor) -> None:
 def test_memory_that_stays() -> None:
     """``.data = tensor.data.to(device)`` gives a tensor no other memory on the device where it is."""
     model = nn.Sequential(Averaging(lambda module, _: setattr(module.ema, "data", module.ema.data.to("cpu"))))
-    capture_train_step(loss_fn, model, X).check(X)
+    capture_train_step(loss_fn, model, X, recapture=False).check(X)
 
 
 @pytest.mark.parametrize("check", [True, False])
@@ -268,7 +268,7 @@ def test_a_tensor_that_gets_other_memory(
 ) -> None:
     line = average.__code__.co_firstlineno + 1
     with pytest.raises(CaptureError) as error:
-        capture_train_step(loss_fn, nn.Sequential(Averaging(average)), X, check=check)
+        capture_train_step(loss_fn, nn.Sequential(Averaging(average)), X, check=check, recapture=False)
     assert str(error.value) == (
         f"{what} gets other memory while loss_fn runs, {how.format(file=__file__, line=line)}. A captured step would "
         "not follow: it would read and write the old memory. Write the tensor in place, e.g. with tensor.copy_(...) "
@@ -313,7 +313,7 @@ def test_a_batch_that_requires_a_gradient() -> None:
         "the model"
     )
     x = X.clone().requires_grad_()
-    assert refused(lambda: capture_train_step(loss_fn, build(), x), BatchMismatchError) == message
+    assert refused(lambda: capture_train_step(loss_fn, build(), x, recapture=False), BatchMismatchError) == message
     step = captured()
     assert refused(lambda: step(x), BatchMismatchError) == message
 
@@ -328,7 +328,7 @@ def test_collectives_in_place() -> None:
         return loss
 
     with fake_process_group(4):
-        assert refused(lambda: capture_train_step(told, build(), X)) == (
+        assert refused(lambda: capture_train_step(told, build(), X, recapture=False)) == (
             "loss_fn communicates in place: c10d.broadcast_.default. A graph has no wait for it, so what it brings "
             "could be read too early. Call all_reduce, all_gather, all_gather_into_tensor, reduce_scatter, "
             "reduce_scatter_tensor, all_to_all_single or scatter of torch.distributed, without async_op, "
@@ -341,7 +341,7 @@ def test_a_branch_that_reads_parameters_by_a_variable() -> None:
         return torch.cond(x.sum() > 0, lambda x: model(x) * 2, lambda x: model(x) * 3, (x,)).sum() + loss_fn(model, x)
 
     assert "as torch.cond, that reads a tensor by a variable" in refused(
-        lambda: capture_train_step(loss, build(), X, check=False)
+        lambda: capture_train_step(loss, build(), X, check=False, recapture=False)
     )
 
 
@@ -352,10 +352,10 @@ def test_a_branch_that_reads_parameters_by_a_variable() -> None:
 def test_sparse_gradients(kind: Callable[..., nn.Module]) -> None:
     ids = torch.tensor([[1, 2], [2, 3]])
     model = nn.Sequential(kind(5, 4, sparse=True), nn.Linear(4, 2))
-    assert refused(lambda: capture_train_step(loss_fn, model, ids)) == (
+    assert refused(lambda: capture_train_step(loss_fn, model, ids, recapture=False)) == (
         "the gradient of '0.weight' is sparse, and a captured step fills dense ones; make the embedding with "
         "sparse=False"
     )
     model[0].sparse = False
-    capture_train_step(loss_fn, model, ids)(ids)
+    capture_train_step(loss_fn, model, ids, recapture=False)(ids)
     assert model[0].weight.grad is not None

@@ -328,7 +328,7 @@ def test_a_step_for_a_model_with_a_namespace_of_its_own() -> None:
     models = [holding(SimpleNamespace(scale=scale), scale_of) for scale in (1.0, 1.0, 2.0)]
     for each in models:
         each.__class__ = type(models[0])
-    step = capture_train_step(mean, models[0], X, check=False)
+    step = capture_train_step(mean, models[0], X, check=False, recapture=False)
     step.for_model(models[1])
     with pytest.raises(CaptureError, match=r"^'held' "):
         step.for_model(models[2])
@@ -378,7 +378,7 @@ def test_what_eager_does_not_see_goes_on() -> None:
     def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return trainer.loss(model, x) * mock.scale * float(os.getenv("TEST_SCALE", "1"))
 
-    step = capture_train_step(loss_fn, model, X, check=False)
+    step = capture_train_step(loss_fn, model, X, check=False, recapture=False)
     model.held = settings.weight
     os.environ["TEST_OTHER"] = "2"
     trainer.fit()
@@ -394,5 +394,5 @@ def test_methods_changed_while_a_step_is_captured_are_put_back() -> None:
         return mean(model, x) * Described.of_class()
 
     with pytest.raises(CaptureError, match=r"^'Described.of_class' "):
-        capture_train_step(loss_fn, Model(), X, check=False)
+        capture_train_step(loss_fn, Model(), X, check=False, recapture=False)
     assert vars(Described)["of_class"] is before

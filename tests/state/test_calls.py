@@ -57,7 +57,9 @@ def test_a_debugger_goes_on_in_a_capture() -> None:
     before, debugger = sys.gettrace(), Debugger(is_compiled=False)
     sys.settrace(debugger)
     try:
-        capture_train_step(lambda model, x: model(x).mean() * called(), nn.Linear(4, 1), X, check=False)
+        capture_train_step(
+            lambda model, x: model(x).mean() * called(), nn.Linear(4, 1), X, check=False, recapture=False
+        )
         assert sys.gettrace() is debugger
     finally:
         sys.settrace(before)
@@ -119,7 +121,7 @@ def test_what_code_gives_items() -> None:
 def test_a_cache_may_get_more() -> None:
     model = Caching()
     model(X)
-    step = capture_train_step(lambda model, x: model(x).mean(), model, X)
+    step = capture_train_step(lambda model, x: model(x).mean(), model, X, recapture=False)
     model(torch.ones(3, 4))
     step.check(X)
     model.terms["one"] = torch.ones(1)

@@ -174,7 +174,7 @@ def test_what_a_wrapper_answers_for_its_module() -> None:
     with pytest.raises(CaptureError, match="is what checkpoint_wrapper wraps as a whole"):
         capture_train_step(of_wrapped, checkpoint_wrapper(wrapped), batches()[0])
     model = nn.Sequential(checkpoint_wrapper(wrapped))
-    step = capture_train_step(of_wrapped, model, batches()[0])
+    step = capture_train_step(of_wrapped, model, batches()[0], recapture=False)
     for x in batches():
         step.check(x)
         assert torch.equal(step(x)[1], x.square().mean() * 3)
@@ -326,7 +326,7 @@ class Caching(nn.Module):
 
 def test_a_module_that_was_there_meanwhile() -> None:
     model, x = Caching(), batches()[0]
-    step = capture_train_step(loss_fn, model, x)
+    step = capture_train_step(loss_fn, model, x, recapture=False)
     expected = step(x)
     model.cache = nn.Tanh()
     with pytest.raises(CaptureError, match=r"^the model had 2 modules"):

@@ -82,7 +82,7 @@ def test_kinds_of_installation(kind: str, tmp_path: Path) -> None:
     package = importlib.import_module(name)
     assert origin.is_users(package.scaled) is origin.is_users_module(package) is is_users
     model = nn.Linear(4, 4)
-    step = capture_train_step(lambda model, x: package.scaled(model(x)).mean(), model, X)
+    step = capture_train_step(lambda model, x: package.scaled(model(x)).mean(), model, X, recapture=False)
     step(X)
     package.SCALE = 2.0
     if is_users:
@@ -112,7 +112,7 @@ SCRIPT = """
         def forward(self, x):
             return self.act(super().forward(x))
 
-    step = graphpasses.capture_train_step(loss_fn, Model(), torch.ones(2, 4))
+    step = graphpasses.capture_train_step(loss_fn, Model(), torch.ones(2, 4), recapture=False)
     step(torch.ones(2, 4))
     SCALE = 2.0
     try:

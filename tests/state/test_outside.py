@@ -148,7 +148,7 @@ CHANGES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], Any], str]] =
 def test_changes_after_the_capture(name: str) -> None:
     loss_fn, change, message = CHANGES[name]
     model = build()
-    step = capture_train_step(loss_fn, model, X)
+    step = capture_train_step(loss_fn, model, X, recapture=False)
     assert same_bits(step(X), loss_fn(model, X).detach())
     change()
     with pytest.raises(CaptureError) as error:
@@ -158,7 +158,7 @@ def test_changes_after_the_capture(name: str) -> None:
 
 def test_what_the_step_does_not_read_may_change() -> None:
     trainer, model = Trainer(), build()
-    step = capture_train_step(trainer, model, X)
+    step = capture_train_step(trainer, model, X, recapture=False)
     trainer.num_steps += 1
     trainer.settings.unread = 1
     trainer.loss_of_last_step = step(X)
@@ -168,7 +168,7 @@ def test_what_the_step_does_not_read_may_change() -> None:
 
 def test_what_was_changed_back_goes_on() -> None:
     model = build()
-    step = capture_train_step(by_global, model, X)
+    step = capture_train_step(by_global, model, X, recapture=False)
     set_scale(3.0)
     set_scale(1.0)
     assert same_bits(step(X), by_global(model, X).detach())
@@ -177,7 +177,7 @@ def test_what_was_changed_back_goes_on() -> None:
 def test_a_tensor_from_outside_may_be_written() -> None:
     model, weight = build(), torch.ones(())
     loss_fn = lambda model, x: weight * model(x).mean()  # noqa: E731
-    step = capture_train_step(loss_fn, model, X)
+    step = capture_train_step(loss_fn, model, X, recapture=False)
     weight.fill_(3.0)
     assert same_bits(step(X), loss_fn(model, X).detach())
 
@@ -195,7 +195,7 @@ def test_a_history_of_losses(number: bool) -> None:
         return loss
 
     with pytest.raises(CaptureError) as error:
-        capture_train_step(loss_fn, build(), X)
+        capture_train_step(loss_fn, build(), X, recapture=False)
     assert str(error.value) == (
         f"'history' was [], and is a list of 1 now: {KEPT}Compute it from the loss that the step returns, or keep "
         "it in a buffer, or an attribute, of the model; what a hook keeps, take out again before loss_fn returns "
@@ -214,7 +214,7 @@ def test_what_a_hook_keeps_until_the_loss_has_read_it() -> None:
         def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
             return model(x).mean() + kept.pop("out").square().mean()
 
-        step = capture_train_step(loss_fn, model, X) if captured else partial(loss_fn, model)
+        step = capture_train_step(loss_fn, model, X, recapture=False) if captured else partial(loss_fn, model)
         return [step(scale * X).item() for scale in (1.0, 2.0)]
 
     assert losses(captured=True) == losses(captured=False) != losses(captured=False, first=1)
@@ -224,7 +224,7 @@ def test_a_hook_that_keeps_activations() -> None:
     model, kept = build(), {"last": deque([1.0], maxlen=3)}
     model[0].register_forward_hook(lambda module, args, output: kept["last"].append(output.detach()))
     with pytest.raises(CaptureError, match=rf"^\"kept\['last'\]\" was \[1.0\], and is a deque of 2 now: {KEPT}"):
-        capture_train_step(lambda model, x: model(x).mean(), model, X)
+        capture_train_step(lambda model, x: model(x).mean(), model, X, recapture=False)
 
 
 def test_a_counter_of_calls() -> None:
@@ -234,7 +234,7 @@ def test_a_counter_of_calls() -> None:
             return super().loss(model, x)
 
     trainer = Counting()
-    step = capture_train_step(trainer.loss, build(), X)
+    step = capture_train_step(trainer.loss, build(), X, recapture=False)
     assert trainer.num_steps == 0
     for num_steps in (1, 2):
         step(X)
@@ -248,9 +248,9 @@ def test_a_gradient_scaler() -> None:
         return scaler.scale(model(x).mean())
 
     with pytest.raises(CaptureError, match=f"^'scaler._scale' was None, and is a tensor now: {KEPT}"):
-        capture_train_step(loss_fn, model, X)
+        capture_train_step(loss_fn, model, X, recapture=False)
     loss_fn(model, X).backward()
-    step, optimizer = capture_train_step(loss_fn, model, X), torch.optim.SGD(model.parameters(), 0.1)
+    step, optimizer = capture_train_step(loss_fn, model, X, recapture=False), torch.optim.SGD(model.parameters(), 0.1)
     for scale in (8.0, 16.0):
         assert scaler.get_scale() == scale
         assert same_bits(step(X), loss_fn(model, X).detach())
@@ -361,18 +361,20 @@ def test_what_is_set_at_the_first_call(name: str, check: bool) -> None:
     torch.manual_seed(0)
     model = KeptOnItsClass(4, 4) if name == "class" else nn.Linear(4, 4)
     with pytest.raises(CaptureError) as error:
-        capture_train_step(loss_fn, model, X, check=check)
+        capture_train_step(loss_fn, model, X, check=check, recapture=False)
     assert str(error.value).startswith(f"{message}: {KEPT}")
     loss = loss_fn(model, X).detach()
     assert same_bits(loss, (nn.functional.linear(X, model.weight, model.bias) * 0.5).mean().detach())
     assert not same_bits(loss, nn.functional.linear(X, model.weight, model.bias).mean().detach())
-    step = capture_train_step(loss_fn, model, X, check=check)
+    step = capture_train_step(loss_fn, model, X, check=check, recapture=False)
     assert same_bits(step(X), loss)
 
 
 def test_a_context_variable_changed_after_the_capture() -> None:
     VARIABLE.set(torch.ones(4))
-    step = capture_train_step(lambda model, x: (model(x) * VARIABLE.get()).mean(), model := build(), X)
+    step = capture_train_step(
+        lambda model, x: (model(x) * VARIABLE.get()).mean(), model := build(), X, recapture=False
+    )
     assert same_bits(step(X), model(X).mean().detach())
     VARIABLE.set(torch.zeros(4))
     with pytest.raises(CaptureError, match=r"^'VARIABLE' is another object now; give it in the batch"):

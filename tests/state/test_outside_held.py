@@ -99,7 +99,7 @@ def test_what_is_read_behind_decorators_attributes_and_keys(
 ) -> None:
     torch.manual_seed(0)
     model = make()
-    step = capture_train_step(loss_fn, model, X)
+    step = capture_train_step(loss_fn, model, X, recapture=False)
     assert same_bits(step(X), loss_fn(model, X))
     change(model)
     with pytest.raises(CaptureError) as caught:
@@ -108,7 +108,7 @@ def test_what_is_read_behind_decorators_attributes_and_keys(
 
 
 def test_hooks_of_all_modules() -> None:
-    step = capture_train_step(mean, build(), X)
+    step = capture_train_step(mean, build(), X, recapture=False)
     step(X)
     hook = nn.modules.module.register_module_forward_hook(lambda module, args, out: out * 2)
     try:
@@ -156,7 +156,7 @@ class Configured(nn.Linear):
 def test_plain_items_beside_others(change: Callable[[Any], object], text: str) -> None:
     model = Configured()
     model(X)
-    step = capture_train_step(mean, model, X)
+    step = capture_train_step(mean, model, X, recapture=False)
     model.cache["more"] = torch.ones(1)  # no setting
     step(X)
     change(model)
@@ -195,7 +195,7 @@ class Iterating(nn.Linear):
 )
 def test_iterators_are_refused(model: nn.Module, loss_fn: Callable[..., Any], what: str) -> None:
     with pytest.raises(CaptureError) as caught:
-        capture_train_step(loss_fn, model, X)
+        capture_train_step(loss_fn, model, X, recapture=False)
     assert str(caught.value) == (
         f"{what}, an iterator, which each step takes forward; a captured step would not. Give what it yields in the "
         "batch"
@@ -242,7 +242,7 @@ class Nested(nn.Linear):
 )
 def test_attributes_at_any_depth(change: Callable[[Any], None], path: str) -> None:
     model, other = Nested(), Nested()
-    step = capture_train_step(mean, model, X)
+    step = capture_train_step(mean, model, X, recapture=False)
     step.for_model(other)
     model.config.text.unread = model.config.hidden.values["factor"] = 2  # what forward does not read
     model.config.text = Part(factor=1.0, k1=1.0)
@@ -260,7 +260,7 @@ def test_an_operator_of_torch() -> None:
     """It keeps its namespace when it is first asked for it, as a trace does; nobody sets what it computes."""
     operator, model = torch.ops.aten.silu.default, build()
     vars(operator).pop("_namespace", None)
-    step = capture_train_step(lambda model, x: operator(model(x)).mean(), model, X)
+    step = capture_train_step(lambda model, x: operator(model(x)).mean(), model, X, recapture=False)
     assert same_bits(step(X), operator(model(X)).mean().detach())
     operator = torch.ops.aten.celu.default
     with pytest.raises(CaptureError, match="operator"):
@@ -281,7 +281,7 @@ def test_new_ones_of_all_that_are_iterated(holder: Any, add: Callable[[Any], obj
             x = each(x) if callable(each) else x * each
         return model(x).square().mean()
 
-    step = capture_train_step(loss_fn, model := build(), X)
+    step = capture_train_step(loss_fn, model := build(), X, recapture=False)
     assert same_bits(step(X), loss_fn(model, X))
     before = loss_fn(model, X)
     add(holder)
@@ -323,7 +323,7 @@ def test_a_network_from_outside_that_runs_with_weights_of_the_model(is_mapped: b
             return torch.vmap(lambda w: functional_call(network, {"weight": w}, (x,)))(weights).square().mean()
         return functional_call(network, {"weight": weights[0]}, (x,)).mean() + network(x).mean()
 
-    step = capture_train_step(loss_fn, model := build(), X)
+    step = capture_train_step(loss_fn, model := build(), X, recapture=False)
     assert same_bits(step(2 * X), loss_fn(model, 2 * X))
     assert not same_bits(step(2 * X), loss_fn(model, X))
     if not is_mapped:
@@ -339,6 +339,6 @@ def test_a_traced_module_beside_the_model() -> None:
     def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(frozen(x)).square().mean()
 
-    step = capture_train_step(loss_fn, model := build(), X)
+    step = capture_train_step(loss_fn, model := build(), X, recapture=False)
     assert same_bits(step(X), loss_fn(model, X))
     assert not same_bits(step(X), loss_fn(model, frozen(X)))

@@ -155,21 +155,21 @@ def test_a_class_with_code_for_all_attributes() -> None:
         return model(x).mean() * held.scale
 
     held.scale = 1.0
-    step = capture_train_step(loss_fn, model, X)
+    step = capture_train_step(loss_fn, model, X, recapture=False)
     assert same_bits(step(X), loss_fn(model, X).detach())
 
 
 def test_what_does_not_run_may_change() -> None:
     """The object has a method that counts, and the step looks at the object alone."""
     model = build()
-    step = capture_train_step(lambda model, x: model(x).mean() * (SETTINGS is not None), model, X)
+    step = capture_train_step(lambda model, x: model(x).mean() * (SETTINGS is not None), model, X, recapture=False)
     assert [*SETTINGS] == [1.0]
     step(X)
 
 
 def test_an_equal_object_may_take_the_place() -> None:
     model = build()
-    step = capture_train_step(lambda model, x: model(x).mean() * FROZEN.scale, model, X)
+    step = capture_train_step(lambda model, x: model(x).mean() * FROZEN.scale, model, X, recapture=False)
     set_global("FROZEN", Frozen())
     step(X)
     set_global("FROZEN", Frozen(2.0))
@@ -186,7 +186,7 @@ def test_a_mock_and_a_list_in_itself_are_nothing_special() -> None:
     def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(x).mean() * model.items[1][1][0] * (logger is not None)
 
-    assert same_bits(capture_train_step(loss_fn, model, X)(X), loss_fn(model, X).detach())
+    assert same_bits(capture_train_step(loss_fn, model, X, recapture=False)(X), loss_fn(model, X).detach())
 
 
 def reorder(model: nn.Module) -> None:
@@ -208,7 +208,7 @@ def test_what_forward_finds_by_going_through_all_there_is(change: Callable[[Any]
     model = nn.Sequential(build(), build())
     with torch.no_grad():
         model[1].weight.mul_(0.5)
-    step = capture_train_step(loss_fn, model, X)
+    step = capture_train_step(loss_fn, model, X, recapture=False)
     before = loss_fn(model, X).detach()
     assert same_bits(step(X), before)
     change(model)

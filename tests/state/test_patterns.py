@@ -191,7 +191,7 @@ def test_what_was_there_when_a_step_was_captured() -> None:
     """The step may run on that, and on what it left; not on something else."""
     kept: dict[str, Any] = {}
     twin = by_hook(lambda kept, out: kept.update(out=out), kept)
-    step = capture_train_step(twin.loss_fn, twin.model, X)
+    step = capture_train_step(twin.loss_fn, twin.model, X, recapture=False)
     for change in (lambda: None, kept.clear):
         change()
         step(X)
@@ -210,7 +210,7 @@ def test_what_somebody_else_puts_beside_what_a_step_leaves() -> None:
 
     model = nn.Linear(4, 4)
     model.register_forward_hook(keep)
-    step = capture_train_step(loss_of_model, model, X)
+    step = capture_train_step(loss_of_model, model, X, recapture=False)
     step(X)
     kept[0]["more"] = torch.ones(1)
     with pytest.raises(CaptureError, match="was absent when the step was captured, and is a tensor now"):

@@ -133,7 +133,7 @@ CHANGES: list[tuple[Callable[[nn.Module], Any], str]] = [
 @pytest.mark.parametrize(("change", "message"), CHANGES)
 def test_changes_after_the_capture(change: Callable[[nn.Module], Any], message: str) -> None:
     model = build()
-    step = capture_train_step(loss_fn, model, X)
+    step = capture_train_step(loss_fn, model, X, recapture=False)
     expected = step(X)
     change(model)
     assert refused(lambda: step(X)).removesuffix(AGAIN) == message
@@ -146,7 +146,7 @@ def test_changes_after_the_capture(change: Callable[[nn.Module], Any], message: 
 
 def test_a_parameter_where_there_was_none() -> None:
     model = nn.Linear(4, 4, bias=False)
-    step = capture_train_step(loss_fn, model, X)
+    step = capture_train_step(loss_fn, model, X, recapture=False)
     model.bias = nn.Parameter(torch.ones(4))
     assert refused(lambda: step(X)) == "'bias' was None when the step was captured, and is not now" + AGAIN
 
@@ -166,7 +166,7 @@ def test_a_parameter_where_there_was_none() -> None:
 )
 def test_changes_that_forward_does_not_see(change: Callable[[nn.Module], Any]) -> None:
     model, eager = build(), build()
-    step = capture_train_step(loss_fn, model, X)
+    step = capture_train_step(loss_fn, model, X, recapture=False)
     for each in (model, eager):
         change(each)
     assert same_bits(step(X), loss_fn(eager, X).detach())
@@ -174,7 +174,7 @@ def test_changes_that_forward_does_not_see(change: Callable[[nn.Module], Any]) -
 
 def test_eager_calls_between() -> None:
     model = build()
-    step = capture_train_step(loss_fn, model, X)
+    step = capture_train_step(loss_fn, model, X, recapture=False)
     assert model[0].seen is None
     expected = step(X)
     loss_fn(model, X[:1]).backward()
@@ -185,7 +185,7 @@ def test_a_step_for_a_model_with_functions_and_tensors_of_its_own() -> None:
     model, other = build(), build()
     other[0].activation = types.FunctionType(functional.relu.__code__, functional.relu.__globals__)
     other[0].activation.__defaults__ = functional.relu.__defaults__
-    step = capture_train_step(loss_fn, model, X).for_model(other)
+    step = capture_train_step(loss_fn, model, X, recapture=False).for_model(other)
     assert same_bits(step(X), loss_fn(model, X).detach())
     other[0].activation = functional.gelu
     assert refused(lambda: step(X)).startswith("'0.activation' was relu when")
@@ -209,7 +209,7 @@ class Changing(nn.Linear):
 
 def test_a_flag_that_changes_at_each_call() -> None:
     model = nn.Sequential(Changing(lambda value: not value, False))
-    assert refused(lambda: capture_train_step(loss_fn, model, X)) == (
+    assert refused(lambda: capture_train_step(loss_fn, model, X, recapture=False)) == (
         "forward reads attribute '0.value' and changes it at each call (False, True, False), and a captured step "
         "would not. Keep it in a buffer that forward writes in place, or set it outside"
     )
@@ -231,31 +231,31 @@ class LeavesOtherwise(nn.Sequential):
 
 def test_a_mode_and_a_parameter_that_forward_leaves_otherwise() -> None:
     model = LeavesOtherwise(lambda self: self[1].eval())
-    assert refused(lambda: capture_train_step(loss_fn, model, X)) == (
+    assert refused(lambda: capture_train_step(loss_fn, model, X, recapture=False)) == (
         "forward changes attribute '1.training' (True, False) and computes otherwise from then on; a captured step "
         "would not. Run forward once before the capture"
     )
-    capture_train_step(loss_fn, LeavesOtherwise(lambda self: self[1].eval().train()), X)
+    capture_train_step(loss_fn, LeavesOtherwise(lambda self: self[1].eval().train()), X, recapture=False)
     model = LeavesOtherwise(lambda self: self[0].weight.requires_grad_(False))
-    assert refused(lambda: capture_train_step(loss_fn, model, X)) == (
+    assert refused(lambda: capture_train_step(loss_fn, model, X, recapture=False)) == (
         "loss_fn sets requires_grad of '0.weight'; set it before the capture"
     )
 
 
 def test_a_flag_that_decides() -> None:
     model = nn.Sequential(Changing(lambda value: "later", "first"))
-    assert refused(lambda: capture_train_step(loss_fn, model, X)) == (
+    assert refused(lambda: capture_train_step(loss_fn, model, X, recapture=False)) == (
         "forward changes attribute '0.value' ('first', 'later') and computes otherwise from then on; a captured step "
         "would not. Run forward once before the capture"
     )
     model(X)
-    step = capture_train_step(loss_fn, model, X)
+    step = capture_train_step(loss_fn, model, X, recapture=False)
     assert same_bits(step(X), loss_fn(model, X).detach())
 
 
 def captured_once_set() -> tuple[nn.Module, CapturedStep]:
     model = nn.Sequential(Changing(lambda value: "set", None))
-    return model, capture_train_step(loss_fn, model, X)
+    return model, capture_train_step(loss_fn, model, X, recapture=False)
 
 
 def test_what_forward_sets_once() -> None:
@@ -287,7 +287,7 @@ def test_what_forward_sets_once_in_a_shared_config() -> None:
         return nn.Sequential(NotesItsTask(config))
 
     model, other = build_one(), build_one()
-    step = capture_train_step(loss_fn, model, X)
+    step = capture_train_step(loss_fn, model, X, recapture=False)
     theirs = step.for_model(other)
     assert other[0].config.problem_type is None
     expected = loss_fn(build_one(), X).detach()
@@ -306,7 +306,7 @@ def test_a_step_for_a_model_that_simple_fsdp_wrapped_with_classes_of_its_own() -
     with fake_process_group(2):
         model, alike, other = map(wrapped, (torch.float32, torch.float32, torch.bfloat16))
         assert type(model[0].linear) is not type(alike[0].linear)
-        step = capture_train_step(loss_fn, model, X)
+        step = capture_train_step(loss_fn, model, X, recapture=False)
         assert step.for_model(alike).model is alike
         assert refused(lambda: step.for_model(other)) == ("'0.linear.__class__' is another object now" + AGAIN)
 
@@ -315,7 +315,7 @@ def test_a_step_for_a_model_with_parametrizations_of_its_own() -> None:
     model, other = build(), build()
     for each in (model, other):
         nn.utils.parametrizations.weight_norm(each[0].linear)
-    step = capture_train_step(loss_fn, model, X)
+    step = capture_train_step(loss_fn, model, X, recapture=False)
     assert same_bits(step.for_model(other)(X), step(X))
 
 
@@ -332,6 +332,6 @@ class Proxy:
 
 def test_an_object_that_reads_itself_to_say_its_class() -> None:
     proxy, model = Proxy(), build()
-    step = capture_train_step(lambda model, x: proxy.scale * model(x).sum(), model, X)
+    step = capture_train_step(lambda model, x: proxy.scale * model(x).sum(), model, X, recapture=False)
     proxy.scale = 3.0
     assert refused(lambda: step(X)).startswith("'proxy.scale' was 2.0 when the step was captured, and is 3.0 now")

@@ -118,7 +118,7 @@ def changed(change: Callable[[Any], object], before: Any, after: Any) -> Iterato
     ],
 )
 def test_settings_that_a_graph_has_built_in(make: Callable[[], Any], name: str, before: str, after: str) -> None:
-    step = capture_train_step(loss_fn, nn.Linear(4, 4), X)
+    step = capture_train_step(loss_fn, nn.Linear(4, 4), X, recapture=False)
     expected = step(X)
     with make(), pytest.raises(CaptureError) as caught:
         step(X)
@@ -145,7 +145,7 @@ def put_into(tensor: torch.Tensor, other: torch.Tensor) -> None:
 )
 def test_tensors_from_outside_that_become_others(change: Callable[[torch.Tensor], None], after: str) -> None:
     model, scale = nn.Linear(4, 1), torch.ones(1, 4)
-    step = capture_train_step(lambda model, x: model(x * scale).sum() / len(scale), model, X)
+    step = capture_train_step(lambda model, x: model(x * scale).sum() / len(scale), model, X, recapture=False)
     put_into(scale, 2 * scale)
     assert same_bits(step(X), model(2 * X).sum().detach())
     change(scale)
@@ -170,7 +170,7 @@ def test_the_kernel_of_attention_is_chosen_at_the_capture() -> None:
     targets = []
     for backends in ([SDPBackend.MATH], [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
         with sdpa_kernel(backends):
-            step = capture_train_step(loss_fn, nn.Linear(4, 4), X)
+            step = capture_train_step(loss_fn, nn.Linear(4, 4), X, recapture=False)
             step(X)
         targets.append({str(node.target) for node in step.graph.nodes if "attention" in str(node.target)})
     assert targets[0] != targets[1]
@@ -179,7 +179,7 @@ def test_the_kernel_of_attention_is_chosen_at_the_capture() -> None:
 def step_of(weight: DTensor) -> tuple[nn.Linear, Any]:
     model = nn.Linear(4, 4, bias=False)
     model.weight = nn.Parameter(weight)
-    step = capture_train_step(lambda model, x: (x @ model.weight.full_tensor()).mean(), model, X)
+    step = capture_train_step(lambda model, x: (x @ model.weight.full_tensor()).mean(), model, X, recapture=False)
     step(X)
     return model, step
 

@@ -1,0 +1,196 @@
+"""What a loop changes between steps: numbers become inputs of the step, for the rest it is captured again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from graphpasses import BucketPlan, capture_train_step, default_pipeline
+from graphpasses.errors import CaptureError
+from graphpasses.identity import same_bits
+
+SETTINGS: dict[str, Any] = {}
+SCALE = 1.0
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.dropout, self.last = nn.Linear(4, 4), nn.Dropout(0.3), nn.Linear(4, 4)
+        self.temperature, self.depth, self.activation = 1.0, 1, F.relu
+        self.config = SimpleNamespace(beta=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.dropout(self.activation(self.first(x))) / self.temperature
+        for _ in range(self.depth):
+            x = torch.tanh(self.last(x))
+        return x * self.config.beta
+
+
+def loss_fn(model: Any, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().mean() * SCALE
+    return loss + SETTINGS["penalty"] * model.last.weight.abs().sum()
+
+
+def x_of(seed: int) -> Tensor:
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def temperature(model: Model, index: int) -> None:
+    model.temperature = 1 / (1 + 0.1 * index)
+
+
+def in_a_config(model: Model, index: int) -> None:
+    model.config.beta = 0.1 * math.cos(index)
+
+
+def annealed(model: Model, index: int) -> None:
+    SETTINGS["penalty"] = min(1.0, index / 3)
+
+
+def to_a_whole_one(model: Model, index: int) -> None:
+    SETTINGS["penalty"] = min(1, index / 3)  # at last an int
+
+
+def of_a_module(model: Model, index: int) -> None:
+    globals()["SCALE"] = 1 + index / 7
+
+
+def dropout(model: Model, index: int) -> None:
+    model.dropout.p = 0.3 if index < 3 else 0.1
+
+
+def both(model: Model, index: int) -> None:
+    dropout(model, index)
+    temperature(model, index)
+
+
+def depth(model: Model, index: int) -> None:
+    model.depth = 1 + index // 2 % 2
+
+
+def unfrozen(model: Model, index: int) -> None:
+    model.first.requires_grad_(index > 2)
+
+
+def modes(model: Model, index: int) -> None:
+    model.train(index % 2 == 0)
+
+
+def activation(model: Model, index: int) -> None:
+    model.activation = (F.relu, F.gelu)[index // 2 % 2]
+
+
+def other_config(model: Model, index: int) -> None:
+    if index == 3:
+        model.config = SimpleNamespace(beta=0.7)
+
+
+def other_module(model: Model, index: int) -> None:
+    if index == 3:
+        model.last = nn.Linear(4, 4)
+        nn.init.ones_(model.last.weight)
+
+
+def no_change(model: Model, index: int) -> None:
+    pass
+
+
+def train(change: Callable[[Model, int], None], *, is_captured: bool) -> tuple[list[Tensor], int]:
+    SETTINGS["penalty"] = 0.0
+    globals()["SCALE"] = 1.0
+    torch.manual_seed(0)
+    model, step, seen = Model(), None, list[Tensor]()
+    if is_captured:
+        step = capture_train_step(loss_fn, model, x_of(9))
+        step = default_pipeline(BucketPlan.from_modules([])).run(step, prove=False)
+    torch.manual_seed(1)
+    for index in range(6):
+        change(model, index)
+        if step is not None:
+            loss = step(x_of(index))
+        else:
+            loss = loss_fn(model, x_of(index))
+            loss.backward()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        seen += [loss.detach(), *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen, 0 if step is None else sum("captured again" in note for each in step.captures for note in each.notes)
+
+
+CHANGES: dict[Callable[[Model, int], None], int] = {  # and how many are captured again, of those that are kept
+    temperature: 1,
+    in_a_config: 1,
+    annealed: 1,
+    to_a_whole_one: 2,
+    of_a_module: 1,
+    dropout: 1,
+    both: 2,
+    depth: 2,  # an input, and then each number of layers
+    unfrozen: 1,
+    modes: 1,
+    activation: 1,
+    other_config: 1,
+    other_module: 0,  # it is alike
+}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_equals_eager(change: Callable[[Model, int], None]) -> None:
+    (eager, _), (step, num_again), (control, _) = (
+        train(change, is_captured=False),
+        train(change, is_captured=True),
+        train(no_change, is_captured=False),
+    )
+    assert equal(step, eager)
+    assert not equal(control, eager)
+    assert num_again == CHANGES[change]
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(same_bits, one, other))
+
+
+def test_another_value_at_each_call() -> None:
+    """Eight are captured, and one more for each hundred calls."""
+    SETTINGS["penalty"] = 0.0
+    model = Model()
+    step = capture_train_step(loss_fn, model, x_of(0), check=False)
+    for index in range(1, 8):
+        model.dropout.p = index / 16
+        step(x_of(index))
+    model.dropout.p = 0.85
+    with pytest.raises(CaptureError, match=r"^'dropout\.p' was 0\.4375 .* captured for 8 such cases, and no"):
+        step(x_of(8))
+    model.dropout.p = 0.125
+    for index in range(92):
+        step(x_of(index))
+    model.dropout.p = 0.85
+    step(x_of(9))
+    assert len(step.captures) == 8
+
+
+def test_a_check_after_a_change() -> None:
+    SETTINGS["penalty"] = 0.0
+    step = capture_train_step(loss_fn, model := Model(), x_of(0))
+    model.activation = F.gelu
+    step.check(x_of(1))
+    assert len(step.captures) == 2
+
+
+def test_what_cannot_be_captured_says_why_it_was_to_be() -> None:
+    SETTINGS["penalty"] = 0.0
+    step = capture_train_step(loss_fn, model := Model(), x_of(0))
+    model.activation = lambda x: x.double()
+    with pytest.raises(RuntimeError) as caught:
+        step(x_of(1))
+    (note,) = caught.value.__notes__[-1:]
+    assert note.startswith("The step was captured again: 'activation' was relu when the step was captured, and is ")
