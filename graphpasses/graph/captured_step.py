@@ -182,9 +182,7 @@ class CapturedStep(TrainGraph):
     def run(self, *batch: Any) -> Any:
         """Does what a call does, and is never checked."""
         if torch.is_inference_mode_enabled():
-            raise CaptureError(
-                "the step is called under torch.inference_mode, where eager has no gradients; leave it"
-            )
+            raise CaptureError("the step is called under inference_mode, where eager has no gradients; leave that")
         if active_fake_mode() is not None and not is_fake(next(self.model.parameters())):
             raise CaptureError(
                 "loss_fn calls a captured step while it is captured itself; call what that step was captured of"

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from graphpasses._torch.fsdp2_accumulation import accumulation_set_aside
-from graphpasses.errors import BatchMismatchError, CaptureError
+from graphpasses.errors import AgreementError, CaptureError
 from graphpasses.graph.batch import same_leaves
 from graphpasses.graph.guards import NO_DECISION
 from graphpasses.graph.rank_consensus import FailedRanks, RankConsensus
@@ -36,14 +36,15 @@ Step: TypeAlias = Any
 """A :class:`~graphpasses.graph.CapturedStep`, which has one of these."""
 
 
-def _look(step: Step, given: Sequence[Any]) -> tuple[str | None, Any]:
-    """Says what a step has built in that is something else now; returns its model's tensors if nothing is."""
+_ELSEWHERE = "on another rank, something is otherwise than it was"
+
+
+def _look(step: Step, given: Sequence[Any]) -> tuple[CaptureError | None, Any]:
+    """Returns the error of what a step has built in that is something else now, or its model's tensors."""
     try:
         return None, step.look(given)
-    except BatchMismatchError:
-        raise
     except CaptureError as error:
-        return str(error), None
+        return error, None
 
 
 class GuardedCache:
@@ -82,20 +83,19 @@ class GuardedCache:
         if changed is None and not self._is_guarded:
             if (different := self._difference(self._last, batch, given)) is None:
                 return self._last, tensors
-            if self.groups:  # the other ranks do not ask
-                raise CaptureError(f"{different}; capture a step for each of these cases, or give clones")
-        if changed is not None:
-            error = CaptureError(changed)
-            # Where the ranks ask each other at each call, all come to it.
-            if self._last.recapture is None or not (self._is_guarded or self._consensus.all_come(error)):
-                raise error
+            if self.groups:
+                changed = CaptureError(f"{different}; capture a step for each of these cases, or give clones")
+        if changed is not None and self._last.recapture is None:
+            raise changed
+        # The others ask at each call where something is guarded.
+        if changed is not None and not self._is_guarded and not self._consensus.all_come(changed):
+            raise changed
         differences = [self._difference(step, batch, given, looks=changed is not None) for step in self.steps]
         fits = self._consensus.all_ranks([difference is None for difference in differences])
         if True in fits:
             self._last = self.steps[fits.index(True)]
         else:
-            found = next(filter(None, (changed, *differences)), "on another rank, something is otherwise than it was")
-            self._capture(batch, found)
+            self._capture_for(batch, changed, next(filter(None, differences), _ELSEWHERE))
         return self._last, self._last.look(given)
 
     def _difference(
@@ -104,11 +104,26 @@ class GuardedCache:
         """Says why a step is not for a batch; of what it has built in only if it ``looks``, or the rest fits."""
         changed = _look(step, given)[0] if looks else None
         structure = step.batch_structure
-        found = changed or structure.sameness_difference(same_leaves(given), structure.shared_in(batch))
+        found = (
+            str(changed) if changed else structure.sameness_difference(same_leaves(given), structure.shared_in(batch))
+        )
         if found is None and step.guards is not None:
             with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
                 found = step.guards.difference(step.value_of(given))
-        return _look(step, given)[0] if found is None and step is not self._last and not looks else found
+        changed = _look(step, given)[0] if found is None and step is not self._last and not looks else None
+        return str(changed) if changed else found
+
+    def _capture_for(self, batch: tuple[Any, ...], changed: CaptureError | None, difference: str) -> None:
+        """Captures a step for what ``changed``, or else for a ``difference``."""
+        try:
+            self._capture(batch, difference if changed is None else str(changed))
+        except AgreementError:
+            raise
+        except Exception as error:
+            if changed is None or str(error).startswith(str(changed)):
+                raise
+            failure = f"{changed}. It could not be captured again: {type(error).__name__}: {error}"
+            raise type(changed)(failure) from error
 
     def _capture(self, batch: tuple[Any, ...], difference: str) -> None:
         first, why = self._last, difference.partition(";")[0]
@@ -121,11 +136,7 @@ class GuardedCache:
                 f"{difference}. The step was captured for {self._num_captured} such cases, and no more are kept"
                 f"{f'. {NO_DECISION}' if 'loss_fn decided' in difference else ''}"
             )
-        try:
-            step = self._captured_with_numbers(batch)
-        except Exception as error:
-            error.add_note(f"The step was captured again: {why}")
-            raise
+        step = self._captured_with_numbers(batch)
         self._num_captured += 1
         step.seconds, step.recapture = first.seconds, first.recapture
         step = self.rewritten(step, first.rewrites)

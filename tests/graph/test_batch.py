@@ -37,7 +37,7 @@ def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def captured() -> CapturedStep:
     torch.manual_seed(0)
-    return capture_train_step(loss_fn, Writing(), X.clone(), X)
+    return capture_train_step(loss_fn, Writing(), X.clone(), X, recapture=False)
 
 
 def refused(step: CapturedStep, *batch: object) -> str:
@@ -78,7 +78,9 @@ def test_shared_memory_that_nobody_writes() -> None:
 
 @pytest.mark.parametrize(("captured_value", "other"), [(0.0, -0.0), (math.nan, 1.0), (1, True), (1.0, 1), ("a", "b")])
 def test_plain_values_that_differ(captured_value: object, other: object) -> None:
-    step = capture_train_step(lambda model, x, value: model(x).sum(), nn.Linear(4, 1), X, captured_value)
+    step = capture_train_step(
+        lambda model, x, value: model(x).sum(), nn.Linear(4, 1), X, captured_value, recapture=False
+    )
     step(X, captured_value)
     instead = {
         str: ", or leave a text that varies, as a file's name, out of the batch",
@@ -117,27 +119,27 @@ def with_attribute() -> torch.Tensor:
 )
 def test_tensors_that_are_not_taken(leaf: torch.Tensor, message: str) -> None:
     with pytest.raises(BatchMismatchError) as caught:
-        capture_train_step(lambda model, x: model(x).sum(), nn.Linear(4, 1), leaf)
+        capture_train_step(lambda model, x: model(x).sum(), nn.Linear(4, 1), leaf, recapture=False)
     assert str(caught.value) == message
-    step = capture_train_step(lambda model, x: model(x).sum(), nn.Linear(4, 1), X)
+    step = capture_train_step(lambda model, x: model(x).sum(), nn.Linear(4, 1), X, recapture=False)
     assert refused(step, leaf) == message
 
 
 @pytest.mark.parametrize("leaf", [X[:1].expand(2, 4), X.t().contiguous().t(), torch.zeros(2, 8)[:, ::2]])
 def test_strides(leaf: torch.Tensor) -> None:
-    step = capture_train_step(lambda model, x: model(x).sum(), nn.Linear(4, 1), X)
+    step = capture_train_step(lambda model, x: model(x).sum(), nn.Linear(4, 1), X, recapture=False)
     assert refused(step, leaf) == (
         "batch[0] differs from the captured batch: expected shape [2, 4], torch.float32, on cpu, strides [4, 1], got "
         f"shape [2, 4], torch.float32, on cpu, strides {list(leaf.stride())}. Capture a step for it, or lay it out "
         "like that, as .contiguous() does"
     )
-    assert capture_train_step(lambda model, x: model(x).sum(), step.model, leaf)(leaf).isfinite()
+    assert capture_train_step(lambda model, x: model(x).sum(), step.model, leaf, recapture=False)(leaf).isfinite()
 
 
 def test_conjugates() -> None:
     """A graph asks for no conjugate that was none when it was traced, as ``view_as_real`` would."""
     x = torch.complex(X, X)
-    step = capture_train_step(lambda model, x: model(x.real.clone()).sum(), nn.Linear(4, 1), x)
+    step = capture_train_step(lambda model, x: model(x.real.clone()).sum(), nn.Linear(4, 1), x, recapture=False)
     assert refused(step, x.conj()) == (
         "batch[0] differs from the captured batch: expected shape [2, 4], torch.complex64, on cpu, got shape [2, 4], "
         "torch.complex64, on cpu, conj view. Capture a step for it, or resolve the view, with .resolve_conj() or "

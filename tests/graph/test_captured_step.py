@@ -73,7 +73,7 @@ def test_saving(step: CapturedStep, save: Callable[[object], object]) -> None:
 def test_inference_mode(step: CapturedStep) -> None:
     with torch.inference_mode():
         assert refused(lambda: step(X)) == (
-            "the step is called under torch.inference_mode, where eager has no gradients; leave it"
+            "the step is called under inference_mode, where eager has no gradients; leave that"
         )
     assert step.model.weight.grad is None
 

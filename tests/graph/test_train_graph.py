@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,7 +45,7 @@ def nested_batch(seed: int = 0) -> dict[str, Any]:
 @pytest.fixture
 def step() -> TrainGraph:
     torch.manual_seed(0)
-    return capture_train_step(nested_loss, nn.Linear(3, 2), nested_batch())
+    return capture_train_step(nested_loss, nn.Linear(3, 2), nested_batch(), recapture=False)
 
 
 def eager_gradients(loss: torch.Tensor, model: nn.Module) -> list[torch.Tensor]:
@@ -92,7 +91,7 @@ def test_follows_the_live_weights(step: TrainGraph) -> None:
 
 def test_leaves_untouched_parameters_without_gradient() -> None:
     model = Pair()
-    step = capture_train_step(lambda model, x: (model.a * x).sum(), model, torch.ones(3))
+    step = capture_train_step(lambda model, x: (model.a * x).sum(), model, torch.ones(3), recapture=False)
     assert step.without_gradient == {"b"}
     step(torch.ones(3))
     assert model.b.grad is None
@@ -101,7 +100,7 @@ def test_leaves_untouched_parameters_without_gradient() -> None:
 def test_gradients_of_one_node_are_separate_tensors() -> None:
     """Both gradients are one value; clipping or accumulating must not see it twice."""
     model = Pair()
-    step = capture_train_step(lambda model, x: ((model.a + model.b) * x).sum(), model, torch.ones(3))
+    step = capture_train_step(lambda model, x: ((model.a + model.b) * x).sum(), model, torch.ones(3), recapture=False)
     x = torch.tensor([1.0, 2.0, 3.0])
     step(x)
     step(x)
@@ -119,7 +118,7 @@ VIEWS: dict[str, Callable[[nn.Module], torch.Tensor]] = {
 def test_gradients_that_are_views_of_one_tensor(add: Callable[[nn.Module], torch.Tensor]) -> None:
     """Eager adds to both what it adds to either, and clips both twice, if both are views."""
     model, eager, x = Pair(), Pair(), torch.tensor([1.0, 2.0, 3.0])
-    step = capture_train_step(lambda model, x: (add(model) * x).sum(), model, x)
+    step = capture_train_step(lambda model, x: (add(model) * x).sum(), model, x, recapture=False)
     for _ in range(2):
         step(x)
         (add(eager) * x).sum().backward()
@@ -142,7 +141,7 @@ class ReturnsItsInput(torch.autograd.Function):
 
 def test_a_gradient_that_the_batch_holds() -> None:
     model, x = Pair(), torch.ones(3)
-    step = capture_train_step(lambda model, x: ReturnsItsInput.apply(model.a, x), model, x)
+    step = capture_train_step(lambda model, x: ReturnsItsInput.apply(model.a, x), model, x, recapture=False)
     step(x)
     model.a.grad.zero_()
     assert x.tolist() == [1.0] * 3
@@ -151,7 +150,7 @@ def test_a_gradient_that_the_batch_holds() -> None:
 def test_expanded_gradient_accumulates() -> None:
     """The gradient of a sum is one element seen many times; eager's ``.grad`` owns its elements."""
     model, eager = Pair(), Pair()
-    step = capture_train_step(lambda model: (model.a * 1).sum() + model.b.sum(), model)
+    step = capture_train_step(lambda model: (model.a * 1).sum() + model.b.sum(), model, recapture=False)
     for _ in range(2):
         step()
         ((eager.a * 1).sum() + eager.b.sum()).backward()
@@ -163,7 +162,7 @@ def test_gradient_has_the_strides_of_eagers() -> None:
     model = nn.Linear(3, 2, bias=False)
     eager = copy.deepcopy(model)
     x = torch.randn(3, 2)
-    capture_train_step(lambda model, x: (model.weight.t() * x).sum(), model, x)(x)
+    capture_train_step(lambda model, x: (model.weight.t() * x).sum(), model, x, recapture=False)(x)
     (eager.weight.t() * x).sum().backward()
     assert same_bits(model.weight.grad, eager.weight.grad)
     assert model.weight.grad.stride() == eager.weight.grad.stride() == (3, 1)
@@ -172,7 +171,7 @@ def test_gradient_has_the_strides_of_eagers() -> None:
 def test_autocast_around_the_call(step: TrainGraph) -> None:
     """Eager would cast; the graph of a step that was captured without autocast does not."""
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(CaptureError) as caught:
-        replace(step, recapture=None)(nested_batch())
+        step(nested_batch())
     assert str(caught.value) == (
         "autocast on 'cpu' was None when the step was captured, and is torch.bfloat16 now; capture the step again, "
         "or undo the change"
@@ -255,7 +254,9 @@ def test_structure(step: TrainGraph) -> None:
 
 def test_strides() -> None:
     """A transposed batch would be read by views that were traced for a contiguous one."""
-    step = capture_train_step(lambda model, x: model(x).square().mean(), nn.Linear(3, 2), torch.ones(4, 2, 3))
+    step = capture_train_step(
+        lambda model, x: model(x).square().mean(), nn.Linear(3, 2), torch.ones(4, 2, 3), recapture=False
+    )
     with pytest.raises(BatchMismatchError, match=r"^batch\[0\] differs from the captured batch: "):
         step(torch.ones(2, 4, 3).transpose(0, 1))
 
@@ -268,7 +269,7 @@ def test_vanished_parameter(step: TrainGraph) -> None:
     del step.model.bias
     step.model.register_parameter("bias", None)
     with pytest.raises(CaptureError) as caught:
-        replace(step, recapture=None)(nested_batch())
+        step(nested_batch())
     assert str(caught.value) == (
         "the model has no parameter or buffer 'bias' any more; the captured step reads it. "
         "Capture the step again after changing the model"
@@ -355,7 +356,9 @@ def test_copy_is_independent(step: TrainGraph) -> None:
 def test_remove_inputs() -> None:
     model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
     model["b"].weight = model["a"].weight
-    step = capture_train_step(lambda model, x: model["b"](model["a"](x)).sum(), model, torch.ones(2, 3))
+    step = capture_train_step(
+        lambda model, x: model["b"](model["a"](x)).sum(), model, torch.ones(2, 3), recapture=False
+    )
     assert [item.fqn for item in step.inputs[:4]] == ["a.weight", "a.bias", "b.weight", "b.bias"]
     graph = Pipeline((DeduplicateShared(),)).run(step)
     assert [item.fqn for item in graph.inputs[:3]] == ["a.weight", "a.bias", "b.bias"]
@@ -375,7 +378,7 @@ def test_plain_tied_language_model_equals_eager() -> None:
     torch.manual_seed(0)
     model = LanguageModel()
     eager = copy.deepcopy(model)
-    step = capture_train_step(next_token_loss, model, *token_batch())
+    step = capture_train_step(next_token_loss, model, *token_batch(), recapture=False)
     expected = next_token_loss(eager, *token_batch(1))
     expected.backward()
     assert same_bits(step(*token_batch(1)), expected)
