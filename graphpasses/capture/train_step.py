@@ -93,8 +93,9 @@ def capture_train_step(
             decides otherwise is captured again, see ``recapture``.
         check: whether the step is compared with one eager step on this batch, operator for operator; without real
             tensors it is not, and a note on the step says so.
-        recapture: whether the step is captured again, at most eight times in all, when it is called with a batch by
-            whose values, or sizes, ``loss_fn`` decides otherwise; else that is an error.
+        recapture: whether the step is captured again when it is called with a batch by whose values, or sizes,
+            ``loss_fn`` decides otherwise, or of other shapes, or when something else is not what it was that the step
+            has built in: at most eight times, and once more for every hundred calls. Else that is an error.
         check_every: every how many calls the step is compared with eager again, on that call's batch, see
             :meth:`CapturedStep.check`; ``"sparse"`` does so at calls 10, 100, 1,000 and so on; None never.
 
@@ -166,12 +167,10 @@ def _capture(
         refuse_model(model)
         structure = BatchStructure.of(batch, TORCHREC)
         structure, leaves = replace(structure, shared=structure.shared_in(batch)), structure.leaves(batch)
+        structure = replace(structure, same=same_leaves(leaves))
         for path, leaf in zip(structure.paths, leaves, strict=True):
             check_leaf(path, leaf)
         consensus = RankConsensus.of_model(model)
-        # Ranks ask each other at each call only where they decide by values.
-        if not consensus.groups:
-            structure = replace(structure, same=same_leaves(leaves))
         groups = fsdp_groups(model)
         check_unsharded(groups)
         prepare_for_tracing(model)
