@@ -184,7 +184,7 @@ class CapturedStep(TrainGraph):
             raise CaptureError(
                 "the step is called under torch.inference_mode, where eager has no gradients; call it outside"
             )
-        if active_fake_mode() is not None and not is_fake(next(self.model.parameters())):
+        if active_fake_mode() is not None and not is_fake(next(nn.Module.parameters(self.model))):
             raise CaptureError(
                 "loss_fn calls a captured step while it is captured itself; call what that step was captured of"
             )
@@ -287,7 +287,7 @@ class CapturedStep(TrainGraph):
             named = zip(self.inputs[: len(values)], values, strict=True)
             written = [(item.fqn, value) for item, value in named if item.fqn in self.written and item.is_tensor]
             check_memory(written, zip(self.batch_structure.paths, leaves, strict=False))
-        device = next(self.model.parameters()).device.type
+        device = next(nn.Module.parameters(self.model)).device.type
         # The casts of the captured step are in its graph; autocast must not add others.
         with torch.no_grad(), torch.autocast(device, enabled=False):
             if update is None:

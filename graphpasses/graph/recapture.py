@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from graphpasses._torch.fsdp2_accumulation import accumulation_set_aside
 from graphpasses.errors import CaptureError
@@ -39,7 +40,7 @@ class GuardedCache:
     def __init__(self, first: Step) -> None:
         self.steps = [first]
         self._num_captured = 1
-        self._device = next(first.model.parameters()).device
+        self._device = next(nn.Module.parameters(first.model)).device
         self._consensus = RankConsensus.of_graph(first.graph, self._device)
         self.groups = self._consensus.groups  # the names of those with which the step communicates
         self.failed_ranks = FailedRanks(self.groups)
