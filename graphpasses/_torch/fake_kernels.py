@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import _meta_registrations
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from graphpasses._torch.schemas import named_values
 
@@ -36,7 +38,9 @@ def _ctc_loss(mode: FakeTensorMode, _: Any, *args: Any, **__: Any) -> Any:
     scores, lengths, sizes = args[0], args[3], mode.shape_env
     assert sizes is not None
     is_unknown = isinstance(lengths, torch.Tensor)
-    num_places = sizes.create_unbacked_symint() if is_unknown else 2 * max(lengths) + 1
+    # Where no node brings the size, as in Dynamo, to which the loss is one operator, nobody looks for it.
+    with nullcontext() if get_proxy_mode() else sizes.ignore_fresh_unbacked_symbols():
+        num_places = sizes.create_unbacked_symint() if is_unknown else 2 * max(lengths) + 1
     num_steps, num_samples, _ = scores.shape
     with mode:
         return scores.new_empty(num_samples), scores.new_empty(num_samples, num_steps, num_places)

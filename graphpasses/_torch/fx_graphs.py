@@ -31,6 +31,15 @@ _LITERALS = frozenset(
 _OPERATORS = frozenset(magic_methods.values())
 
 
+def qualified_name(target: Callable[..., Any]) -> str:
+    """Returns what code calls; torch writes the keyword in ``aten.random_.from``, which is no code."""
+    owner, _, name = (written := _get_qualified_name(target)).rpartition(".")
+    return f"getattr({owner}, {name!r})" if keyword.iskeyword(name) else written
+
+
+fx.graph._get_qualified_name = qualified_name  # type: ignore[assignment,attr-defined]  # of all graphs
+
+
 class _UnknownCodeError(Exception):
     """Torch has to generate the code."""
 
@@ -223,7 +232,7 @@ def _check_names(nodes: list[fx.Node], reserved: set[str]) -> None:
 def _call(target: Any) -> str:
     """Returns what code calls an operator; of Python's own, a format of its arguments."""
     if isinstance(target, torch._ops.OpOverload):
-        return _get_qualified_name(target)
+        return qualified_name(target)
     if getattr(target, "__module__", "") == "_operator" and target.__name__ in magic_methods:
         return magic_methods[target.__name__]
     raise _UnknownCodeError

@@ -72,7 +72,7 @@ def answers_as_in_eager() -> Iterator[None]:
 
 def mark_parameters(model: nn.Module) -> None:
     """Lets traced tensors in the place of a model's parameters be parameters to those who ask, as ``setattr``."""
-    for parameter in model.parameters():
+    for parameter in nn.Module.parameters(model):
         parameter._is_param = True  # what `isinstance(x, nn.Parameter)` reads. Tested: 2.13
 
 

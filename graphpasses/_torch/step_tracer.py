@@ -107,7 +107,7 @@ _convert: Any = nn.Module._apply
 
 def _convert_others(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
     """Converts a module that is not so already, as one on the device to which ``.to()`` moves it is."""
-    tensors = *module.parameters(recurse), *module.buffers(recurse)
+    tensors = *nn.Module.parameters(module, recurse), *module.buffers(recurse)
     return module if all(fn(each) is each for each in tensors) else _convert(module, fn, recurse)
 
 

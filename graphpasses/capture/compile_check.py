@@ -60,7 +60,7 @@ def check_compiled(loss_fn: Callable[..., Any], model: nn.Module, *batch: Any) -
     whole = uncompiled_module(model)
     _refuse(whole)
     groups = [dist.group.WORLD.group_name] if dist.group.WORLD is not None else []
-    consensus = RankConsensus(groups, next(whole.parameters(), torch.empty(0, device="cpu")).device)
+    consensus = RankConsensus(groups, next(nn.Module.parameters(whole), torch.empty(0, device="cpu")).device)
     another = FidelityError("on another rank, the compiled model differs from eager; its message says where")
     agreed = partial(consensus.raised_together, another)
 
@@ -110,7 +110,7 @@ def _results(model: nn.Module, batch: Sequence[Any], run: Callable[[], Any]) -> 
         return result
 
     tensors = _tensors(model, batch)
-    every = {each for parameter in model.parameters() for each in optimizers_in_backward(parameter)}
+    every = {each for parameter in nn.Module.parameters(model) for each in optimizers_in_backward(parameter)}
     optimizers = [each for each in every if not _is_of_tables(each)]
     with (
         values_put_back(model, tensors.values(), optimizers),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from graphpasses.capture.oracle import run_step
 from graphpasses.capture.step_check import put_back
@@ -46,7 +46,7 @@ def measure_operators(
     """
     if num_rounds < 1:
         raise CaptureError(f"measure_operators: num_rounds must be at least 1, not {num_rounds}")
-    device = next(step.model.parameters()).device
+    device = next(nn.Module.parameters(step.model)).device
     timer = _Timer(step.module, device, clock)
     timed = replace(step, module=timer, update=None)  # type: ignore[arg-type]
     for _ in range(num_rounds):

@@ -90,7 +90,7 @@ def check_step(
     has no update; ``batch`` is what it was captured on, and ``traced`` are the calls that were traced.
     """
     model, leaves, outside = step.model, step.batch_structure.leaves(batch), step.snapshot.outside_model
-    consensus = RankConsensus.of_graph(step.graph, next(model.parameters()).device)
+    consensus = RankConsensus.of_graph(step.graph, next(nn.Module.parameters(model)).device)
     agreed = partial(consensus.raised_together, FidelityError(_ANOTHER_RANK))
 
     def eager(record: AbstractContextManager[Any]) -> Any:
@@ -223,7 +223,7 @@ def other_strides_of_eager(step: CapturedStep, loss_fn: Callable[..., Any], batc
             run_step(step.model, lambda: _eager(step, loss_fn, batch, record), step.snapshot.outside_model)
     finally:
         record.undo()
-    consensus = RankConsensus.of_graph(step.graph, next(step.model.parameters()).device)
+    consensus = RankConsensus.of_graph(step.graph, next(nn.Module.parameters(step.model)).device)
     is_same = consensus.all_ranks([not noted.differs_from(step.graph)])[0]
     return None if is_same else noted.found
 
@@ -242,14 +242,14 @@ def _eager(
 
 def is_comparable(model: nn.Module) -> bool:
     """Whether bits of a step can be compared: they are always the same, and no pass has still to order additions."""
-    is_simple_fsdp = not fsdp_groups(model) and any(isinstance(each, DTensor) for each in model.parameters())
+    is_simple_fsdp = not fsdp_groups(model) and any(isinstance(each, DTensor) for each in nn.Module.parameters(model))
     return not is_simple_fsdp and has_equal_bits(model)
 
 
 def has_equal_bits(model: nn.Module) -> bool:
     """Whether the same operators on a model's tensors always give the same bits."""
     is_fake_group = dist.is_initialized() and dist.get_backend() == "fake"
-    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    on_cpu = all(parameter.device.type == "cpu" for parameter in nn.Module.parameters(model))
     warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
     is_asked = torch.are_deterministic_algorithms_enabled() and not warns_only
     return not is_fake_group and (on_cpu or is_asked)

@@ -63,6 +63,11 @@ def refuse_model(model: nn.Module) -> None:
             )
         if fqn == "_checkpoint_wrapped_module":  # the model names what is in it as if it were not there
             reason = "is what checkpoint_wrapper wraps as a whole; wrap modules of it, or give one that holds it all"
+        hidden = [name for name, each in module._modules.items() if getattr(module, name, None) is not each]
+        if hidden and not reason:
+            reason = (
+                f"has a submodule {hidden[0]!r}, but under this name a method, or else; give the submodule another"
+            )
         if reason:
             raise CaptureError(f"{f'module {fqn!r}' if fqn else 'the model'} {reason}")
     check_materialised(model, "before capturing its step")

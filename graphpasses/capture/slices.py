@@ -26,6 +26,11 @@ _SIZED_BY = {
     "aten.masked_select.default": 1,
     **SIZED_BY_OFFSETS,
 }
+# Operators of whose first argument the shape counts, not the values.
+_SHAPED_LIKE = frozenset(
+    str(operator.default)
+    for operator in (aten.full_like, aten.ones_like, aten.zeros_like, aten.new_full, aten.new_ones, aten.new_zeros)
+)
 
 
 class Slices:
@@ -75,15 +80,18 @@ class Slices:
         known: list[fx.Node] = []
         fx.node.map_arg(node.args[deciding], known.append)
         others = [each for each in node.all_input_nodes if each not in known]
-        shapes = {each: each.meta["val"] for each in others if self._why_unknown(each) is not None}
-        if any(map(self._why_unknown, known)) or not all(
-            isinstance(size, int) for value in shapes.values() for size in value.shape
-        ):
-            return
-        self._sized.add(node)
-        with outside_tracing():
-            for each, value in shapes.items():  # of one element, be it as large as an embedding
-                self.stand_ins[each] = torch.zeros((), dtype=value.dtype, device=value.device).expand(value.shape)
+        if not any(map(self._why_unknown, known)) and self._give_stand_ins(others):
+            self._sized.add(node)
+
+    def _give_stand_ins(self, nodes: Iterable[fx.Node]) -> bool:
+        """Lets others stand in for those of some tensors that are unknown, if their sizes are numbers."""
+        shapes = {each: each.meta["val"] for each in nodes if self._why_unknown(each) is not None}
+        is_known = all(isinstance(size, int) for value in shapes.values() for size in value.shape)
+        if is_known:
+            with outside_tracing():
+                for each, value in shapes.items():  # of one element, be it as large as an embedding
+                    self.stand_ins[each] = torch.zeros((), dtype=value.dtype, device=value.device).expand(value.shape)
+        return is_known
 
     def _why_unknown(self, node: fx.Node) -> str | None:
         return next((self._unknown[key] for key in (node, *self._memory[node]) if key in self._unknown), None)
@@ -110,7 +118,9 @@ class Slices:
             return f"depends on {item.fqn}, a fake tensor" if is_fake(value) else None
         for other in node.all_input_nodes:
             if (reason := self._why_unknown(other)) is not None:
-                return reason
+                is_of_shapes = str(node.target) in _SHAPED_LIKE and other is node.args[0]
+                if not (is_of_shapes and self._give_stand_ins([other])):
+                    return reason
         if effects.has_hidden_state:
             return f"depends on random numbers ({node.target})"
         return None if effects.group is None else f"depends on what other ranks send ({node.target})"

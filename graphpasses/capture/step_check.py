@@ -22,7 +22,7 @@ from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.returned import loss_of
 from graphpasses.graph.several_models import first_model
 from graphpasses.identity import same_bits
-from graphpasses.state.model import with_gradients
+from graphpasses.state.left_tensors import with_gradients
 from graphpasses.state.slots import values_restored
 
 
@@ -35,7 +35,7 @@ def check_on_batch(loss_fn: Callable[..., Any], step: CapturedStep, batch: Seque
             "reductions before the passes, operators on a GPU without torch.use_deterministic_algorithms(True), or a "
             "fake process group. Check a model that fully_shard has sharded, or an unsharded one"
         )
-    consensus = RankConsensus.of_graph(step.graph, next(step.model.parameters()).device)
+    consensus = RankConsensus.of_graph(step.graph, next(nn.Module.parameters(step.model)).device)
     another = FidelityError("on another rank, the step differs from eager; its message says where")
     agreed = partial(consensus.raised_together, another)
     with agreed():

@@ -155,7 +155,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
         for index, node in enumerate(rewritten.placeholders)
         if node.users or isinstance(node.meta.get("val"), torch.SymInt)  # a symbol may be part of other sizes
     ]
-    late = LateUpdates(next(model.parameters()).device) if communicates and of.reduces_gradients else None
+    late = LateUpdates(next(nn.Module.parameters(model)).device) if communicates and of.reduces_gradients else None
     if late is not None:
         rewritten.add_input(late.empty, "the end of the gradients")
         kept.append(len(rewritten.inputs) - 1)

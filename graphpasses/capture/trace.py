@@ -351,11 +351,11 @@ def _module_names_traced(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _autocast_cached(model: nn.Module, *, keeps_casts: bool) -> Iterator[None]:
     """Lets autocast keep its casts of weights, if it does in eager, and refuses it where a trace would not follow."""
-    devices = {parameter.device.type for parameter in model.parameters() if parameter.requires_grad}
+    devices = {parameter.device.type for parameter in nn.Module.parameters(model) if parameter.requires_grad}
     why = ""
     if any(map(torch.is_autocast_enabled, devices)):
         why = "autocast is on around the step, and keeps a weight's cast from call to call. Enter it in loss_fn"
-    elif any(map(is_tensor_subclass, model.parameters())):
+    elif any(map(is_tensor_subclass, nn.Module.parameters(model))):
         why = (
             "loss_fn runs a sharded model under autocast, which casts a weight once for all its uses and adds their "
             "gradients in the low precision; a captured step cannot follow. Use FSDP2's MixedPrecisionPolicy, "
@@ -365,7 +365,7 @@ def _autocast_cached(model: nn.Module, *, keeps_casts: bool) -> Iterator[None]:
     def check(module: nn.Module, *_: object) -> None:
         # What autocast keeps: casts of float32 leaves. FSDP2's policy may have made others of them already; it has
         # not freed them yet.
-        cast = [each for each in module.parameters(recurse=False) if each.dtype == torch.float32]
+        cast = [each for each in nn.Module.parameters(module, recurse=False) if each.dtype == torch.float32]
         devices = {parameter.device.type for parameter in cast if parameter.requires_grad}
         if torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, devices)):
             raise CaptureError(f"{why}, or torch.autocast(..., cache_enabled=False) in both runs")

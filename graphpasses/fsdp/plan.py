@@ -199,7 +199,7 @@ class BucketPlan:
         for fqn, module in model.named_modules():
             if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and module not in inside:
                 for name, block in module.named_children():
-                    if block not in inside and next(block.parameters(), None) is not None:
+                    if block not in inside and next(nn.Module.parameters(block), None) is not None:
                         blocks.append([f"{fqn}.{name}" if fqn else name])
                     inside.update(block.modules())
         return cls.from_modules(blocks, reduction, reshard_after_forward=reshard_after_forward)

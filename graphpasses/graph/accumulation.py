@@ -143,7 +143,7 @@ class CutSteps(Generic[S]):
 
     def keeping(self) -> AbstractContextManager[None]:
         """Lets calls in the block leave all gradients unreduced; raises where none can wait."""
-        is_sharded = any(isinstance(each, DTensor) for each in self.model.parameters())
+        is_sharded = any(isinstance(each, DTensor) for each in nn.Module.parameters(self.model))
         if not self.accumulators.groups and (is_sharded or self.is_updating):
             raise CaptureError(
                 "step.accumulate leaves gradients where FSDP2 keeps them, and fully_shard was not applied to the "

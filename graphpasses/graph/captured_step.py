@@ -183,7 +183,7 @@ class CapturedStep(TrainGraph):
         """Does what a call does, and is never checked."""
         if torch.is_inference_mode_enabled():
             raise CaptureError("the step is called under inference_mode, where eager has no gradients; leave that")
-        if active_fake_mode() is not None and not is_fake(next(self.model.parameters())):
+        if active_fake_mode() is not None and not is_fake(next(nn.Module.parameters(self.model))):
             raise CaptureError(
                 "loss_fn calls a captured step while it is captured itself; call what that step was captured of"
             )
@@ -300,7 +300,7 @@ class CapturedStep(TrainGraph):
             written = [(item.fqn, each) for item, each in named if item.fqn in self.written and item.is_tensor]
             check_memory(written, zip(self.batch_structure.paths, leaves, strict=False))
         # The casts of the captured step are in its graph; autocast must not add others.
-        uncast = torch.autocast(next(self.model.parameters()).device.type, enabled=False)
+        uncast = torch.autocast(next(nn.Module.parameters(self.model)).device.type, enabled=False)
         if update is None:
             with torch.no_grad(), uncast:
                 flat = self._call(*values)

@@ -44,7 +44,7 @@ class RankConsensus:
     @classmethod
     def of_model(cls, model: nn.Module) -> RankConsensus:
         """Returns the consensus of the ranks that hold shards of a model's parameters; of fake ones none is asked."""
-        parameters = list(model.parameters())
+        parameters = list(nn.Module.parameters(model))
         meshes = dict.fromkeys(each.device_mesh for each in parameters if isinstance(each, DTensor))
         if any(is_fake(local_part(each)) or each.is_meta for each in parameters):
             meshes = {}

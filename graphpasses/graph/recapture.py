@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from graphpasses._torch.fsdp2_accumulation import accumulation_set_aside
 from graphpasses.errors import AgreementError, CaptureError
@@ -58,7 +59,7 @@ class GuardedCache:
         self._num_captured = 1
         self._num_calls = 0
         self._built_in: set[str] = set()  # paths of numbers that no step reads as inputs
-        self._device = next(first.model.parameters()).device
+        self._device = next(nn.Module.parameters(first.model)).device
         self._consensus = RankConsensus.of_graph(first.graph, self._device)
         self.groups = self._consensus.groups  # the names of those with which the step communicates
         self.failed_ranks = FailedRanks(self.groups)

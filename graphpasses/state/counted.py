@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -95,19 +96,23 @@ class Counted:
                 )
 
     def read(self, model: nn.Module) -> list[Any]:
-        """Returns the numbers as tensors, or what stands there instead."""
-        return [*map(_as_tensor, self.read_numbers(model))]
+        """Returns the numbers as tensors, or what is read there instead: a class has one until the object does."""
+        places = (_place(model, fqn) for fqn in self.fqns)
+        of_classes = (getattr(type(module), name, None) for module, name in places)
+        pairs = zip_longest(self.read_numbers(model), of_classes, fillvalue=MISSING)
+        return [_as_tensor(of_class if number is MISSING else number) for number, of_class in pairs]
 
     def read_numbers(self, model: nn.Module) -> list[Any]:
-        """Returns what stands there."""
+        """Returns what stands there, or :data:`MISSING`."""
         values = (_place(model, fqn) for fqn in self.fqns)
-        return [*(state.get(name) for state, name in values), *(place.read() for place in self.places)]
+        own = (vars(module).get(name, MISSING) for module, name in values)
+        return [*own, *(place.read() for place in self.places)]
 
     def write(self, model: nn.Module, numbers: list[Any]) -> None:
-        """Puts others there."""
+        """Puts others there, or none."""
         for fqn, number in zip(self.fqns, numbers, strict=False):
-            state, name = _place(model, fqn)
-            state[name] = number
+            module, name = _place(model, fqn)
+            write(vars(module), name, number)
         for place, number in zip(self.places, numbers[len(self.fqns) :], strict=True):
             place.write(number)
 
@@ -189,9 +194,9 @@ def _item(items: Any, key: Any) -> Any:
     return items[key] if isinstance(items, list) and isinstance(key, int) and key < len(items) else MISSING
 
 
-def _place(model: nn.Module, fqn: str) -> tuple[dict[str, Any], str]:
+def _place(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:
     owner, _, name = fqn.rpartition(".")
-    return vars(model.get_submodule(owner)), name
+    return model.get_submodule(owner), name
 
 
 def _as_tensor(value: Any) -> Any:

@@ -22,7 +22,7 @@ from graphpasses.errors import CaptureError
 from graphpasses.identity import attributes_restored, find_state, put_back
 from graphpasses.state.counted import CountedError, Place, changing_numbers, is_number
 from graphpasses.state.keys import CONTAINERS, MISSING, key_of
-from graphpasses.state.model import is_trained, with_gradients
+from graphpasses.state.model import is_trained
 from graphpasses.state.patterns import COMPUTED, filled, misfit, pattern_of, stand_ins, walk, was_read
 from graphpasses.state.slots import Owner, Slot, read, write
 
@@ -140,6 +140,11 @@ class Left:
         return found
 
 
+def with_gradients(model: nn.Module) -> list[torch.Tensor]:
+    """Returns the tensors of a model that may have a gradient, whatever a ``parameters`` of its own class yields."""
+    return [*nn.Module.parameters(model), *(buffer for buffer in model.buffers() if buffer.is_leaf)]
+
+
 @contextmanager
 def live_state_restored(model: nn.Module) -> Iterator[None]:
     """Restores parameters, buffers, attributes and gradients of a model, and the state of random number generators.
@@ -240,7 +245,7 @@ class LeftTensors:
         for fqn in {fqn for fqn in self._before if find_state(self._model, fqn) is None} - now.keys():
             raise CaptureError(f"forward deletes attribute {fqn!r}, and a captured step would not{FIRST_CALL}")
         own = {id(each) for fqn, each in now.items() if isinstance(each, torch.Tensor) and fqn not in changed}
-        own |= {*map(id, self._model.parameters())}
+        own |= {*map(id, nn.Module.parameters(self._model))}
         for fqn, value in changed.items():
             owner, _, name = fqn.rpartition(".")
             module, before, key = self._model.get_submodule(owner), self._before.get(fqn), key_of(value)

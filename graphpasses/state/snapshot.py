@@ -133,7 +133,7 @@ def _refuse(owners: Iterable[Owner], advice: str = AGAIN, **options: Any) -> Non
 
 def settings_of(model: nn.Module) -> tuple[Owner, ...]:
     """Returns the settings that a step's graph has built in; not those that kernels read, as ``cudnn.benchmark``."""
-    device = next(model.parameters()).device.type
+    device = next(nn.Module.parameters(model)).device.type
     asked: dict[str, Callable[[], Any]] = {
         "torch.get_default_dtype()": torch.get_default_dtype,
         "torch.get_default_device()": torch.get_default_device,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
+import graphpasses
 from graphpasses._torch.fake_mode import strides_of_kernels
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import CaptureError
@@ -46,6 +47,24 @@ def test_ctc(is_joined: bool) -> None:
     assert step is not None
     assert len(step.captures) == 1
     assert not same_bits(losses[0], losses[1])
+
+
+def test_ctc_in_a_compiled_function() -> None:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    model, x, labels = nn.Linear(4, 6), torch.randn(7, 3, 4), torch.randint(1, 6, (3, 3))
+    report = graphpasses.CompileReport()
+    compiled = graphpasses.compile(loss_fn, inner="aot_eager", report=report)
+    for lengths in ([3, 1, 2], [1, 2, 1]):
+        losses, gradients = [], []
+        for run in (compiled, loss_fn):
+            losses.append(run(model, x, labels, torch.tensor([7, 5, 6]), torch.tensor(lengths)))
+            losses[-1].backward()
+            gradients.append(model.weight.grad)
+            model.zero_grad()
+        assert same_bits(losses[0].detach(), losses[1].detach())
+        assert torch.equal(*gradients)
+    assert str(report).startswith("1 graph")
 
 
 def test_ctc_with_lengths_that_are_numbers() -> None:

@@ -93,3 +93,27 @@ def test_a_decision_by_a_sum_of_fractions_is_not_told_by_how_it_is_rounded() -> 
     value.fill_(0.10000000000000003)
     with pytest.raises(FidelityError, match="part at operator"):
         step(x)
+
+
+def masked(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Asks whether a mask masks anything, as Transformer-XL does."""
+    y = model(x)
+    mask = torch.triu(y.new_ones(2, 2), diagonal=len(x) - 1) * torch.ones_like(y) > y.new_full((), 0.5)
+    return (y.masked_fill(mask, 0.0) if mask.any().item() else y + 1).square().mean()
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_a_decision_by_a_tensor_that_is_only_shaped_like_another(num_rows: int) -> None:
+    model, x = nn.Linear(2, 2), torch.arange(2.0 * num_rows).reshape(num_rows, 2)
+    step = capture_train_step(masked, model, x)
+    assert same_bits(step(x), masked(model, x).detach())
+
+
+@pytest.mark.parametrize("make", [torch.full_like, lambda y, value: y.new_full((int(value) + 2, 2), 1)])
+def test_a_decision_by_a_tensor_that_is_made_with_a_computed_number(make: Any) -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        return y.sum() if make(y, (y > 0).sum().item()).sum() > 3 else y.mean()
+
+    with pytest.raises(CaptureError, match="depends on parameter"):
+        capture_train_step(loss_fn, nn.Linear(2, 2), torch.ones(2, 2))

@@ -190,9 +190,7 @@ def test_what_cannot_be_captured_says_why_it_was_to_be() -> None:
     SETTINGS["penalty"] = 0.0
     step = capture_train_step(loss_fn, model := Model(), x_of(0))
     model.activation = lambda x: x.double()
-    message = (
-        r"^'activation' was relu when .*<lambda> now; .*\. It could not be captured again: RuntimeError: "
-    )
+    message = r"^'activation' was relu when .*<lambda> now; .*\. It could not be captured again: RuntimeError: "
     with pytest.raises(CaptureError, match=message):
         step(x_of(1))
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from graphpasses import BucketPlan, default_pipeline
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.graph import CapturedStep
@@ -216,3 +217,17 @@ def test_a_generator_of_ones_own() -> None:
     step = capture_train_step(losses[0], model, x)
     for _ in range(2):
         assert torch.equal(step(x), losses[1](model, x).detach())
+
+
+def test_an_operator_that_is_named_by_a_keyword() -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        columns = torch.zeros(4, dtype=torch.long).random_(1, 3)  # aten.random_.from
+        return model(x)[:, columns].square().mean()
+
+    model, x = nn.Linear(3, 3), torch.ones(2, 3)
+    step = default_pipeline(BucketPlan.from_modules([])).run(capture_train_step(loss_fn, model, x))
+    for seed in range(3):
+        torch.manual_seed(seed)
+        loss = step(x)
+        torch.manual_seed(seed)
+        assert torch.equal(loss, loss_fn(model, x))

@@ -57,6 +57,11 @@ def compiled_in_place() -> nn.Module:
     return model
 
 
+def named_like_a_method(model: nn.Sequential) -> nn.Module:
+    model.parameters = model[0]  # type: ignore[assignment, method-assign]
+    return model
+
+
 WRAPPED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "DDP": (
         lambda: nn.ModuleDict({"tower": DistributedDataParallel(build())}),
@@ -90,6 +95,10 @@ run; shard the plain model with fully_shard""",
     "compiled": (
         lambda: torch.compile(build(), backend="eager"),
         "the model is compiled; capture the module that torch.compile was given, before it is compiled",
+    ),
+    "named like a method": (
+        lambda: named_like_a_method(build()),
+        "the model has a submodule 'parameters', but under this name a method, or else; give the submodule another",
     ),
     "compiled in place": (
         compiled_in_place,

@@ -89,6 +89,27 @@ def test_numbers_are_followed(loss_fn: Callable[..., torch.Tensor]) -> None:
     assert trained(loss_fn, captured=False, by=2) != expected
 
 
+class CountingFromItsClass(nn.Linear):
+    num_calls = 0  # an object has its own from the first call on
+
+
+def test_a_number_that_begins_in_the_class() -> None:
+    def loss_fn(model: CountingFromItsClass, x: torch.Tensor) -> torch.Tensor:
+        model.num_calls += 1
+        return model(x).square().mean() / model.num_calls
+
+    model = CountingFromItsClass(4, 4)
+    step = capture_train_step(loss_fn, model, X)
+    assert "num_calls" not in vars(model)
+    losses = []
+    for index in range(4):
+        step.check(X)
+        losses.append(step(X))
+        assert (model.num_calls, CountingFromItsClass.num_calls) == (index + 1, 0)
+    del model.num_calls
+    assert losses == [loss_fn(model, X) for _ in range(4)]
+
+
 def test_a_number_that_forward_changes_later_alone() -> None:
     model = Counting()
     step = capture_train_step(less_noise_later, model, X)

@@ -117,3 +117,29 @@ def test_a_default_dict_outside_is_left_as_it_was() -> None:
     assert not seen
     step(X)
     assert seen == {"scale": 1.0}
+
+
+class OfAList(nn.Sequential):
+    """What a meta-learner has for the weights that it adapts."""
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return [self[0].weight]
+
+
+class OfAnIterator(OfAList):
+    def parameters(self, recurse: bool = True) -> Any:
+        return iter(super().parameters())
+
+
+@pytest.mark.parametrize("kind", [OfAList, OfAnIterator])
+def test_a_class_with_parameters_of_its_own(kind: type[OfAList]) -> None:
+    model = kind(nn.Linear(3, 3), nn.Linear(3, 1))
+    step = capture_train_step(mean_square, model, X)
+    assert all(parameter.grad is None for _, parameter in model.named_parameters())
+    step(X)
+    step.check(X)
+    gradients = [parameter.grad for _, parameter in model.named_parameters()]
+    for _, parameter in model.named_parameters():
+        parameter.grad = None
+    mean_square(model, X).backward()
+    assert all(map(torch.equal, gradients, (parameter.grad for _, parameter in model.named_parameters())))
