@@ -14,6 +14,7 @@ from graphpasses.graph.batch import same_leaves
 from graphpasses.graph.guards import NO_DECISION
 from graphpasses.graph.rank_consensus import FailedRanks, RankConsensus
 from graphpasses.graph.train_graph import GraphInput
+from graphpasses.state.optimizers import INSTEAD
 
 Recapture: TypeAlias = Callable[..., Any]
 """Captures a step again, for a batch by which ``loss_fn`` decides otherwise.
@@ -44,7 +45,7 @@ class GuardedCache:
         self.groups = self._consensus.groups  # the names of those with which the step communicates
         self.failed_ranks = FailedRanks(self.groups)
         self._is_checked = False
-        self._is_guarded = None if self.groups else first.guards is not None
+        self._is_guarded = None if self.groups else self._is_decided
 
     def fitting(self, batch: tuple[Any, ...], leaves: Sequence[Any], value_of: Callable[[GraphInput], Any]) -> Step:
         """Returns the step that all ranks captured with what they decide by now, or captures it."""
@@ -54,9 +55,10 @@ class GuardedCache:
             self._consensus.check_given(optimizer=name, clip_norm=norm)
             self.check_launches(self.steps[0])
             self._is_checked = True
+        first, updates = self.steps[0], [] if self.steps[0].waits else [step.update for step in self.steps]
         if self._is_guarded is None:  # some rank may decide by what the others do not have
-            self._is_guarded = not self._consensus.all_ranks([self.steps[0].guards is None])[0]
-        same, shared = same_leaves(leaves), self.steps[0].batch_structure.shared_in(batch)
+            self._is_guarded = not self._consensus.all_ranks([not self._is_decided])[0]
+        same, shared = same_leaves(leaves), first.batch_structure.shared_in(batch)
         different = [step.batch_structure.sameness_difference(same, shared) for step in self.steps]
         if not self._is_guarded:
             if different[0] is None:
@@ -66,19 +68,26 @@ class GuardedCache:
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             all_guards = [step.guards for step in self.steps]
             decided = [None if each is None else each.difference(value_of) for each in all_guards]
-        differences = [one or other for one, other in zip(different, decided, strict=True)]
+        counted = [None if each is None else each.difference() for each in updates] or decided
+        differences = [next(filter(None, each), None) for each in zip(different, decided, counted, strict=True)]
         fits = self._consensus.all_ranks([difference is None for difference in differences])
         if True in fits:
             return self.steps[fits.index(True)]
         found = next(filter(None, differences), "on another rank, loss_fn decided otherwise than it does now")
-        step = self._capture(batch, found)
+        step = self._capture(batch, found, INSTEAD[0].upper() + INSTEAD[1:] if found in counted else NO_DECISION)
         # The others hold a number constant that this one changes.
         if not self._consensus.all_ranks([step.counted == self.steps[0].counted])[0]:
             self.steps.clear()
         self.steps.append(step)
         return step
 
-    def _capture(self, batch: tuple[Any, ...], difference: str) -> Step:
+    @property
+    def _is_decided(self) -> bool:
+        """Whether ``loss_fn``, or the optimizer, decides by values that may be others at the next call."""
+        first = self.steps[0]
+        return first.guards is not None or (first.update is not None and first.update.decides_by_counts)
+
+    def _capture(self, batch: tuple[Any, ...], difference: str, advice: str) -> Step:
         first = self.steps[0]
         if first.recapture is None:
             raise CaptureError(
@@ -86,7 +95,7 @@ class GuardedCache:
             )
         if self._num_captured == MAX_STEPS:
             raise CaptureError(
-                f"{difference}. The step was captured for {MAX_STEPS} such cases, and no more are kept. {NO_DECISION}"
+                f"{difference}. The step was captured for {MAX_STEPS} such cases, and no more are kept. {advice}"
             )
         elsewhere = FailedElsewhereError("another rank could not capture the step again; its message says why")
         together = partial(self._consensus.raised_together, elsewhere)

@@ -14,8 +14,10 @@ from graphpasses._torch.fx_graphs import copy_module
 from graphpasses.errors import CaptureError
 from graphpasses.graph.kinds import GraphInput, GraphOutput, InputKind, OutputKind
 from graphpasses.graph.nodes import read_constants
+from graphpasses.graph.parameters import get_state
 from graphpasses.graph.several_models import clipped_parameters
-from graphpasses.state.optimizers import Number, OptimizerFacts, Optimizers, numbers_of
+from graphpasses.state.arithmetic import Number
+from graphpasses.state.optimizers import OptimizerFacts, Optimizers, is_number, numbers_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +71,15 @@ class Update:
                 )
         return is_complete
 
+    @property
+    def decides_by_counts(self) -> bool:
+        """Whether the optimizer decides by numbers that its own steps change."""
+        return self.facts.arithmetic.decides_by_counts
+
+    def difference(self) -> str | None:
+        """Says what the optimizer decides otherwise now by numbers that it counts; None if nothing."""
+        return self.facts.difference({fqn: get_state(self.model, fqn) for fqn in self.facts.state})
+
     def copy(self) -> Update:
         """Returns an update whose graph can be rewritten without changing this one's."""
         constants = {**read_constants(self.module.graph), **(self.copied_constants or {})}
@@ -102,6 +113,7 @@ class Update:
         Returns the norm that they had, or None where they are not clipped. What the step's own graph updates is done.
         """
         norms = () if self.is_in_step else self.module(*self.values(self.inputs, parameters))
+        self.facts.leave(parameters)
         self.optimizers.finish()
         return next(iter(norms), None)
 
@@ -141,9 +153,10 @@ def carried_values(
         value: Any
         if item.kind is InputKind.HYPERPARAMETER:
             number = numbers[item.group, item.state]  # or the tensor in its place
-            value = number if isinstance(number, torch.Tensor) else float(number)
+            value = float(number) if is_number(number) else number
         elif item.kind is InputKind.OPTIMIZER_STATE:
-            value = state[item.fqn][item.state]
+            number = item.fqn, item.state
+            value = numbers[number] if number in numbers else state[item.fqn][item.state]
         else:
             value = (gradients if item.kind is InputKind.GRADIENT else parameters)[item.fqn]
         values.append(getattr(value, item.attr) if item.attr else value)
