@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.dynamo import COMPILED_CALL, compiled_calls_raise
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses._torch.module_answers import answers_as_in_eager
@@ -75,8 +76,9 @@ def trace_update(step: CapturedStep, source: UpdateSource) -> Update:
             fused = [index for index, group in enumerate(kept.groups) if group.get("fused")]
             numbers = TracedNumbers(kept.numbers(optimizers), fused)
             module, inputs, left = _trace(source, kept, numbers)
-            arithmetic = numbers.arithmetic(left)
-            _refuse_graph(module, inputs, source)
+            replaced = tuple(each for each, value in left.items() if isinstance(value, torch.Tensor))
+            arithmetic = numbers.arithmetic({each: value for each, value in left.items() if each not in replaced})
+            _refuse_graph(module, inputs, source, decides=arithmetic.decides_by_counts)
     except CaptureError:
         raise
     except UNDECIDED as error:
@@ -106,7 +108,7 @@ def trace_update(step: CapturedStep, source: UpdateSource) -> Update:
     def without(fqns: Collection[str]) -> Update:
         return trace_update(step, source.without(fqns))
 
-    return Update(module, inputs, facts, source.clip_norm, step.model, without)
+    return Update(module, inputs, facts, source.clip_norm, step.model, without, replaced)
 
 
 def _check_shapes(source: UpdateSource) -> None:
@@ -155,7 +157,9 @@ def _refuse_idle(source: UpdateSource, names: Mapping[torch.Tensor, str]) -> Non
         )
 
 
-def _refuse_graph(module: fx.GraphModule, inputs: Sequence[GraphInput], source: UpdateSource) -> None:
+def _refuse_graph(
+    module: fx.GraphModule, inputs: Sequence[GraphInput], source: UpdateSource, *, decides: bool
+) -> None:
     """Raises if a traced step does what is not followed, or does not write a parameter."""
     name = f"the step of {source.name}"
     for node in module.graph.nodes:
@@ -172,6 +176,8 @@ def _refuse_graph(module: fx.GraphModule, inputs: Sequence[GraphInput], source: 
                 f"{name} calls {node.target}, whose result depends on more than it is given, as random numbers do, "
                 f"{NOT_FOLLOWED}"
             )
+    if decides:  # and may write later
+        return
     placeholders = zip(inputs, module.graph.find_nodes(op="placeholder"), strict=True)
     written = {item.fqn for item, node in placeholders if item.kind is InputKind.PARAMETER and is_written(node)}
     for fqn in (fqn for group in source.groups for fqn in group):
@@ -201,7 +207,8 @@ def _trace(
             norm = source.clip(of_parameters, of_gradients)
             given = Kept(of_state, kept.groups)
             left.update(replace(source, clip_norm=None).step(of_parameters, {}, given, of_numbers)[1])
-        return [] if norm is None else [norm]
+        tensors_left = [local_part(each) for each in left.values() if isinstance(each, torch.Tensor)]
+        return [*([] if norm is None else [norm]), *tensors_left]
 
     traced = trace_with_torch(update)(
         *parameters.values(),

@@ -64,7 +64,11 @@ def _difference(
             state.update(of_part)
     with consensus.raised_together(another), torch.no_grad():
         # Not by a name, which would keep the gradients.
-        update.module(*carried_values(update.inputs, parameters, _random(source, source.parameters), state, numbers))
+        gradients = _random(source, source.parameters)
+        update.replace_state(
+            update.module(*carried_values(update.inputs, parameters, gradients, state, numbers)), state
+        )
+        del gradients
         left = update.facts.arithmetic.leaves(numbers)
     with consensus.raised_together(another), torch.no_grad():
         clipped = None if source.clip_norm is None else _random(source, source.parameters)
@@ -80,19 +84,20 @@ def _difference(
             for fqn, values in expected.state.items():
                 ours = state.pop(fqn) | {name: value for (owner, name), value in left.items() if owner == fqn}
                 found += _differences(ours, values, f"optimizer state of {fqn!r}:")
-            mine = {number: left.get(number) for number in changed}
-            found += _differences(mine, changed, "number")
+            theirs = {number: value for number, value in changed.items() if not isinstance(value, torch.Tensor)}
+            found += _differences(left, theirs, "number")
     return next(iter(found), None)
 
 
-def _other_numbers(update: Update) -> list[dict[Number, Any]]:
+def _other_numbers(update: Update) -> list[Mapping[Number, Any]]:
     """Returns other numbers, by which the optimizer does the same: half of each, and where it counts other counts."""
     of_now, counted = update.facts.numbers, update.facts.arithmetic.counted
-    if not counted:
-        return [_with_counts(update, 0)]
-    others = (_with_counts(update, delta) for delta in range(1, 13))
+    half = _with_counts(update, 0)
+    others = (_with_counts(update, delta) for delta in range(1, 13) if counted)
     other = next((each for each in others if any(each[number] != of_now[number] for number in counted)), None)
-    return [_with_counts(update, 0), *([] if other is None else [other])]
+    # A whole number may be compared, or be a kind; half of it takes all another way.
+    is_other = any(type(value) is int and half[number] != value for number, value in of_now.items())
+    return [*([of_now] if is_other else []), half, *([] if other is None else [other])]
 
 
 def _with_counts(update: Update, delta: int) -> dict[Number, Any]:
@@ -124,19 +129,28 @@ def _copies_before(part: UpdateSource, whole: UpdateSource, kept: Kept) -> tuple
     if not all(state[fqn] or not kept.state[fqn] for fqn in state):
         numbers = live.numbers(part.optimizers)
         given = Kept(state, live.groups)
-        made, _ = _own_step(part, _copies(part.parameters), _random(whole, part.parameters), given, numbers)
+        gradients = _random(whole, part.parameters)
+        made, _ = _own_step(part, _copies(part.parameters), gradients, given, numbers, is_first=True)
         state = {fqn: dict(values) for fqn, values in made.state.items()}
     return _copies(part.parameters), state
 
 
 def _own_step(
-    part: UpdateSource, parameters: _Tensors, gradients: _Tensors, kept: Kept, numbers: Mapping[Number, Any]
+    part: UpdateSource,
+    parameters: _Tensors,
+    gradients: _Tensors,
+    kept: Kept,
+    numbers: Mapping[Number, Any],
+    *,
+    is_first: bool = False,
 ) -> tuple[Kept, dict[Number, Any]]:
     numbers = {
         number: value for number, value in numbers.items() if number[0] in kept.state or type(number[0]) is int
     }
     try:
-        return part.step(parameters, gradients, kept, numbers)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)  # by which it may begin
+            return part.step(parameters, gradients, kept, numbers, is_first=is_first)
     except CaptureError:
         raise
     except Exception as error:

@@ -113,13 +113,13 @@ class TracedNumbers:
         """Computes with stand-ins as Python does, and notes it; where the result is a bool, that is decided."""
         if any(isinstance(each, py_sym_types) for each in args):  # as a number that a tensor of state holds
             return function(*map(self.of_torch, args))
-        if not all(type(each) in (TracedNumber, int, float, bool) for each in args):
-            return NotImplemented
-        result = as_python(function(*(each.value if type(each) is TracedNumber else each for each in args)))
-        if type(result) not in (int, float, bool):
+        if not all(type(each) is TracedNumber or isinstance(each, (int, float)) for each in args):
+            # With None, or a string, numbers are compared alone.
+            is_compared = function in _COMPARED and not any(isinstance(each, torch.Tensor) for each in args)
+            return self.built_in(function, function(*map(_value, args)), *args) if is_compared else NotImplemented
+        result = as_python(function(*map(_value, args)))
+        if type(result) not in (int, float):
             return result if result is NotImplemented else self.built_in(function, result, *args)
-        if type(result) is bool:
-            return self.built_in(function, result, *args)
         return TracedNumber(self, self._note_call(function, args), result)
 
     def built_in(self, function: Callable[..., Any], result: Any, *args: Any) -> Any:
@@ -200,6 +200,13 @@ _OF_TORCH: dict[Callable[..., Any], Callable[..., Any]] = {
     math.pow: operator.pow,
     math.fabs: abs,
 }
+
+
+_COMPARED = operator.eq, operator.ne
+
+
+def _value(value: Any) -> Any:
+    return value.value if type(value) is TracedNumber else value
 
 
 def _computing(function: Callable[..., Any]) -> tuple[Any, Any]:

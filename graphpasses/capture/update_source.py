@@ -18,7 +18,7 @@ from graphpasses.capture.update_numbers import TracedNumber
 from graphpasses.errors import CaptureError
 from graphpasses.graph.update import clip_gradients
 from graphpasses.state.arithmetic import Number
-from graphpasses.state.keys import MISSING, key_of
+from graphpasses.state.keys import MISSING, TensorFacts, key_of
 from graphpasses.state.optimizers import INSTEAD, Kept, Optimizers, with_numbers
 
 
@@ -42,8 +42,12 @@ class UpdateSource:
         gradients: Mapping[str, torch.Tensor],
         kept: Kept,
         numbers: Mapping[Number, Any],
+        *,
+        is_first: bool = False,
     ) -> tuple[Kept, dict[Number, Any]]:
-        """Runs an optimizer's own code on other tensors; returns what it keeps then, and the numbers it has changed.
+        """Runs an optimizer's own code on other tensors; returns what it keeps then, and of that what is another object.
+
+        Those are numbers, and tensors of state; a first step may make all that it keeps.
 
         Parameters and gradients are by FQN; the gradients of the parameters become these. ``numbers`` take the places
         of those that it keeps. Raises if it changes something else.
@@ -87,7 +91,7 @@ class UpdateSource:
                 raise CaptureError(f"the step of {name} replaces its groups, {NOT_FOLLOWED}")
         state = {fqn: dict(both.state_of(parameters[fqn])) for group in self.groups for fqn in group}
         after = Kept(state, groups)
-        return after, changed_numbers(before, after, self.optimizers)
+        return after, {} if is_first else replaced(before, after, self.optimizers)
 
     def clip(
         self, parameters: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]
@@ -123,17 +127,30 @@ class UpdateSource:
 
     def kept(self) -> Kept:
         """Returns what the optimizer keeps: the live state or, where it is not there yet, one like it will be."""
+        kept = self._kept()
+        for fqn, values in kept.state.items():
+            for name, value in values.items():
+                if not isinstance(value, torch.Tensor) and not key_of(value).is_plain:
+                    raise CaptureError(
+                        f"{self.name} keeps a {type(value).__name__} as state {name!r} of {fqn!r}, {NOT_FOLLOWED}"
+                    )
+        return kept
+
+    def _kept(self) -> Kept:
         live = self.live()
         lacking = [fqn for fqn, values in live.state.items() if not values]
         made = self.without([fqn for fqn in live.state if fqn not in lacking]).made()
-        if not any(made.state.values()):
+        grown = any(
+            made_group.keys() != group.keys() for made_group, group in zip(made.groups, live.groups, strict=True)
+        )
+        if not grown and not any(made.state.values()):
             return live
         return Kept({fqn: values or made.state[fqn] for fqn, values in live.state.items()}, made.groups)
 
     def made(self) -> Kept:
         """Returns what is kept after the first step, which is taken on fake tensors."""
         if not self.parameters:
-            return Kept({}, [])
+            return self.live()
         live = Kept({}, [dict(group) for _, group in self.optimizers.groups])
         mode = new_fake_mode()
 
@@ -145,39 +162,54 @@ class UpdateSource:
         with mode, torch.compiler.set_stance("force_eager"):
             gradients = {fqn: torch.empty_like(each) for fqn, each in parameters.items()}
             numbers = {number: fake(value) for number, value in live.numbers(self.optimizers).items()}
-            made, _ = self.step(parameters, gradients, live, numbers)
-        groups = [
-            {name: was.get(name) if isinstance(value, torch.Tensor) else value for name, value in group.items()}
-            for group, was in zip(made.groups, live.groups, strict=True)
-        ]
+            made, _ = self.step(parameters, gradients, live, numbers, is_first=True)
+        groups = []
+        for index, (group, was) in enumerate(zip(made.groups, live.groups, strict=True)):
+            for name in group.keys() - was.keys():
+                if isinstance(group[name], torch.Tensor):
+                    where = self.optimizers.group_name(index)
+                    raise CaptureError(
+                        f"the step of {self.name} keeps a tensor as {name!r} of {where}, {NOT_FOLLOWED}"
+                    )
+            groups.append(
+                {name: was[name] if isinstance(each, torch.Tensor) else each for name, each in group.items()}
+            )
         state = {fqn: {name: like(value) for name, value in values.items()} for fqn, values in made.state.items()}
         return Kept(state, groups)
 
 
-def changed_numbers(before: Kept, after: Kept, optimizers: Optimizers) -> dict[Number, Any]:
-    """Returns the numbers of ``after`` that are others before; raises if another thing that was there is another."""
+def replaced(before: Kept, after: Kept, optimizers: Optimizers) -> dict[Number, Any]:
+    """Returns the numbers of ``after``, and tensors of its state, that were others before.
+
+    Raises if another thing that was there is another.
+    """
     changed: dict[Number, Any] = {}
     owners: list[tuple[Any, str, Mapping[str, Any], Mapping[str, Any]]] = [
         (index, optimizers.group_name(index), was, now)
         for index, (was, now) in enumerate(zip(before.groups, after.groups, strict=True))
     ]
     owners += [
-        (fqn, f"state of {fqn!r} in the optimizer", before.state[fqn], now)
-        for fqn, now in after.state.items()
-        if before.state[fqn]
+        (fqn, f"the state of {fqn!r} in the optimizer", before.state[fqn], now) for fqn, now in after.state.items()
     ]
-    is_first = any(not before.state[fqn] for fqn in after.state if after.state[fqn])
     for owner, where, was, now in owners:
         for name in {**was, **now}:
             one, other = was.get(name, MISSING), now.get(name, MISSING)
-            if _is_same(one, other) or (one is MISSING and is_first):
+            if _is_same(one, other):
                 continue
             kinds = {type(each.value if type(each) is TracedNumber else each) for each in (one, other)}
-            if len(kinds) == 1 and kinds <= {int, float}:
+            is_tensor = isinstance(other, torch.Tensor) and isinstance(owner, str)
+            if kinds in ({int}, {float}) or (is_tensor and _is_alike(one, other)):
                 changed[owner, name] = other
-            elif not is_first:
+            else:
                 raise CaptureError(f"a step changes {name!r} of {where}, {_text(one, other)}, {NOT_FOLLOWED}")
     return changed
+
+
+def _is_alike(one: Any, other: torch.Tensor) -> bool:
+    """Whether a tensor can stand where another was."""
+    if isinstance(one, DTensor) and isinstance(other, DTensor) and one.placements != other.placements:
+        return False
+    return type(one) is type(other) and TensorFacts.of(one) == TensorFacts.of(other)
 
 
 def _is_same(one: Any, other: Any) -> bool:

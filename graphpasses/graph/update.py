@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
+from graphpasses._torch.dtensor import as_dtensor
 from graphpasses._torch.fx_graphs import copy_module
 from graphpasses.errors import CaptureError
 from graphpasses.graph.kinds import GraphInput, GraphOutput, InputKind, OutputKind
@@ -33,6 +34,8 @@ class Update:
     model: nn.Module  # the live model
     # Traces the update again without some parameters, by FQN.
     trace_without: Callable[[Collection[str]], Update]
+    # State that the optimizer replaces by another tensor at each step, by FQN and name: what the graph returns.
+    replaced: tuple[tuple[str, str], ...] = ()
     # The step as it was before a pass put the update, or a part of it, into its graph; else None.
     without_update: fx.GraphModule | None = None
     in_step: frozenset[str] = frozenset()  # FQNs of the parameters that the step's own graph updates
@@ -55,8 +58,16 @@ class Update:
 
     @property
     def outputs(self) -> tuple[GraphOutput, ...]:
-        """What the graph returns: the norm of all gradients, where it clips them."""
-        return () if self.clip_norm is None else (GraphOutput(OutputKind.VALUE, "grad_norm"),)
+        """What the graph returns: the norm of all gradients, where it clips them, and state that is replaced."""
+        norm = () if self.clip_norm is None else (GraphOutput(OutputKind.VALUE, "grad_norm"),)
+        return *norm, *(GraphOutput(OutputKind.VALUE, f"state {name!r} of {fqn!r}") for fqn, name in self.replaced)
+
+    def replace_state(self, results: Sequence[torch.Tensor], state: Mapping[str, dict[str, Any]]) -> None:
+        """Puts what the graph returned into the optimizer's state."""
+        made = results[len(results) - len(self.replaced) :]
+        for (fqn, name), value in zip(self.replaced, made, strict=True):
+            was = state[fqn][name]
+            state[fqn][name] = as_dtensor(value, was) if isinstance(was, DTensor) else value
 
     def check(self, parameters: Mapping[str, torch.Tensor]) -> bool:
         """Returns whether the optimizer has all its state; raises if it is not as it was, or a gradient is there."""
@@ -112,10 +123,11 @@ class Update:
 
         Returns the norm that they had, or None where they are not clipped. What the step's own graph updates is done.
         """
-        norms = () if self.is_in_step else self.module(*self.values(self.inputs, parameters))
+        results = () if self.is_in_step else self.module(*self.values(self.inputs, parameters))
+        self.replace_state(results, {fqn: self.optimizers.state_of(parameters[fqn]) for fqn, _ in self.replaced})
         self.facts.leave(parameters)
         self.optimizers.finish()
-        return next(iter(norms), None)
+        return None if self.clip_norm is None or self.is_in_step else results[0]
 
     def run_eagerly(self) -> torch.Tensor | None:
         """Does the same by torch's own functions: in its first step an optimizer makes its state."""

@@ -210,8 +210,9 @@ class OptimizerFacts:
         return Kept(state, [group for _, group in self.optimizers.groups])
 
     def is_made(self, kept: Kept) -> bool:
-        """Whether all state is there."""
-        return all(kept.state[fqn] or not before for fqn, before in self.state.items())
+        """Whether all is there that the first step makes."""
+        in_groups = all(name in kept.groups[owner] for owner, name in self.arithmetic.left if isinstance(owner, int))
+        return in_groups and all(kept.state[fqn] or not before for fqn, before in self.state.items())
 
     def difference(self, parameters: Mapping[str, torch.Tensor]) -> str | None:
         """Says what the optimizers decide otherwise by numbers that they change themselves; None if nothing."""
@@ -322,8 +323,8 @@ def _facts(state: Mapping[str, object]) -> dict[str, object]:
 
 
 def is_number(value: object) -> bool:
-    """Whether an update can read a value as a number when it runs: a float, or an int; not a bool."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Whether an update can read a value as a number when it runs: a float, or an int; not a bool, or an enum's."""
+    return isinstance(value, float) or type(value) is int
 
 
 def _kind_in_state(value: object) -> str:
