@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
@@ -57,6 +59,18 @@ _NO_ATTRIBUTES = {*_HELD, *_FLAGS}
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
     """Returns what an optimizer has beside its groups and state, by name."""
     return {name: value for name, value in vars(optimizer).items() if name not in _NO_ATTRIBUTES}
+
+
+def own_attributes_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Returns those that its class gives it: neither torch's own, nor hooks, nor what schedulers note."""
+    torchs = _torchs_attributes()
+    return {name: value for name, value in attributes_of(optimizer).items() if name not in torchs}
+
+
+@functools.cache
+def _torchs_attributes() -> frozenset[str]:
+    names = vars(Optimizer([torch.zeros(1, device="cpu")], {})).keys() - {"defaults"}  # by which some compute
+    return frozenset({*names, "_opt_called", "_zero_grad_profile_name"})
 
 
 def copied(value: Any) -> Any:

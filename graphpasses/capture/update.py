@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.dynamo import COMPILED_CALL, compiled_calls_raise
@@ -26,7 +26,9 @@ from graphpasses.graph import CapturedStep, GraphInput, InputKind, OutputKind, g
 from graphpasses.graph.several_models import clipped_parameters
 from graphpasses.graph.update import Update
 from graphpasses.state.arithmetic import Number
-from graphpasses.state.optimizers import INSTEAD, Kept, OptimizerFacts, Optimizers
+from graphpasses.state.optimizer_checks import INSTEAD
+from graphpasses.state.optimizers import Kept, OptimizerFacts, Optimizers
+from graphpasses.state.reads import Reads
 
 
 def find_update(step: CapturedStep, optimizers: Optimizers | None, clip_norm: float | None) -> UpdateSource | None:
@@ -68,23 +70,29 @@ def trace_update(step: CapturedStep, source: UpdateSource) -> Update:
     State that the optimizer has not made yet is traced as it will be, made on fake tensors.
     """
     optimizers = source.optimizers
+    reads = Reads(nn.Module(), type(optimizers.each[0]).step)
     try:
         with answers_as_in_eager(), lists_take_fakes():
-            _check_shapes(source)
-            _refuse_idle(source, {get_state(step.model, fqn): fqn for fqn in step.parameters})
-            kept = source.kept()
-            fused = [index for index, group in enumerate(kept.groups) if group.get("fused")]
-            numbers = TracedNumbers(kept.numbers(optimizers), fused)
-            module, inputs, left = _trace(source, kept, numbers)
-            replaced = tuple(each for each, value in left.items() if isinstance(value, torch.Tensor))
+            names = {get_state(step.model, fqn): fqn for fqn in step.parameters}
+            with reads.watched():
+                with reads.running():
+                    _check_shapes(source)
+                    _refuse_idle(source, names)
+                    kept = source.kept()
+                fused = [index for index, group in enumerate(kept.groups) if group.get("fused")]
+                numbers = TracedNumbers(kept.numbers(optimizers), fused)
+                module, inputs, left = _trace(source, kept, numbers, reads)
+            replaced = tuple(
+                (str(fqn), name) for (fqn, name), value in left.items() if isinstance(value, torch.Tensor)
+            )
             arithmetic = numbers.arithmetic({each: value for each, value in left.items() if each not in replaced})
             _refuse_graph(module, inputs, source, decides=arithmetic.decides_by_counts)
     except CaptureError:
         raise
     except UNDECIDED as error:
         raise CaptureError(
-            f"{optimizers.name} decides by a value that it keeps, as a count of steps, and a captured update does "
-            "the same at each call; capture without optimizer=, and call optimizer.step() after the step"
+            f"{optimizers.name} decides by the value of a tensor, which is known when the step runs, and a captured "
+            f"update does the same at each call; {INSTEAD}"
         ) from error
     except Exception as error:
         if COMPILED_CALL in str(error):
@@ -96,8 +104,7 @@ def trace_update(step: CapturedStep, source: UpdateSource) -> Update:
         raise CaptureError(
             f"the step of {optimizers.name} fails while it is traced: {type(error).__name__}: {error}"
         ) from error
-    names = {get_state(step.model, fqn): fqn for fqn in step.parameters}
-    facts = OptimizerFacts.of(optimizers, names, kept, arithmetic)
+    facts = OptimizerFacts.of(optimizers, names, kept, arithmetic, reads.names)
     if (call := arithmetic.always_other(facts.numbers)) is not None:
         counted = next(each for each in call.numbers if each in left)
         raise CaptureError(
@@ -112,14 +119,16 @@ def trace_update(step: CapturedStep, source: UpdateSource) -> Update:
 
 
 def _check_shapes(source: UpdateSource) -> None:
-    for fqn, values in source.live().state.items():
-        shape = source.parameters[fqn].shape
-        expected = shape, (*shape[:1], 1)  # row-wise optimizers keep a value for each row
+    """Raises if state that is there has other shapes than a first step makes."""
+    live = source.live().state
+    made = source.made().state if any(live.values()) else {}
+    for fqn, values in live.items():
         for name, value in values.items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape not in expected:
+            other = made.get(fqn, {}).get(name)
+            if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor) and value.shape != other.shape:
                 raise CaptureError(
                     f"state {name!r} of {fqn!r} in the optimizer has shape {list(value.shape)}, the parameter "
-                    f"{list(shape)}: it is the state of another model. Load that of this one"
+                    f"{list(source.parameters[fqn].shape)}: it is the state of another model. Load that of this one"
                 )
 
 
@@ -188,9 +197,9 @@ def _refuse_graph(
 
 
 def _trace(
-    source: UpdateSource, kept: Kept, numbers: TracedNumbers
+    source: UpdateSource, kept: Kept, numbers: TracedNumbers, reads: Reads
 ) -> tuple[fx.GraphModule, tuple[GraphInput, ...], dict[Number, Any]]:
-    """Returns the graph, what its placeholders carry, and the numbers that the step leaves."""
+    """Returns the graph, what its placeholders carry, and what the step leaves."""
     parameters = {fqn: parameter.detach() for fqn, parameter in source.parameters.items()}
     state = kept.state
     names = ((fqn, name) for fqn, values in state.items() for name in values)
@@ -203,7 +212,7 @@ def _trace(
         of_state = {fqn: dict(each) for fqn, each in state.items()}
         for fqn, name in tensors:
             of_state[fqn][name] = next(values)
-        with numbers.traced(values) as of_numbers, compiled_calls_raise():
+        with numbers.traced(values) as of_numbers, compiled_calls_raise(), reads.running():
             norm = source.clip(of_parameters, of_gradients)
             given = Kept(of_state, kept.groups)
             left.update(replace(source, clip_norm=None).step(of_parameters, {}, given, of_numbers)[1])

@@ -16,7 +16,8 @@ from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.update import Update, carried_values
 from graphpasses.identity import same_bits
 from graphpasses.state.arithmetic import Number
-from graphpasses.state.optimizers import INSTEAD, Kept
+from graphpasses.state.optimizer_checks import INSTEAD
+from graphpasses.state.optimizers import Kept
 
 _Tensors = dict[str, torch.Tensor]
 State: TypeAlias = dict[str, dict[str, Any]]

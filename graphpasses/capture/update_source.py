@@ -19,7 +19,8 @@ from graphpasses.errors import CaptureError
 from graphpasses.graph.update import clip_gradients
 from graphpasses.state.arithmetic import Number
 from graphpasses.state.keys import MISSING, TensorFacts, key_of
-from graphpasses.state.optimizers import INSTEAD, Kept, Optimizers, with_numbers
+from graphpasses.state.optimizer_checks import INSTEAD
+from graphpasses.state.optimizers import Kept, Optimizers, with_numbers
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class UpdateSource:
         *,
         is_first: bool = False,
     ) -> tuple[Kept, dict[Number, Any]]:
-        """Runs an optimizer's own code on other tensors; returns what it keeps then, and of that what is another object.
+        """Runs an optimizer's own code on other tensors; returns what it keeps then, and what is another object.
 
         Those are numbers, and tensors of state; a first step may make all that it keeps.
 

@@ -14,7 +14,7 @@ from graphpasses.graph.batch import same_leaves
 from graphpasses.graph.guards import NO_DECISION
 from graphpasses.graph.rank_consensus import FailedRanks, RankConsensus
 from graphpasses.graph.train_graph import GraphInput
-from graphpasses.state.optimizers import INSTEAD
+from graphpasses.state.optimizer_checks import INSTEAD
 
 Recapture: TypeAlias = Callable[..., Any]
 """Captures a step again, for a batch by which ``loss_fn`` decides otherwise.

@@ -123,7 +123,9 @@ class Update:
 
         Returns the norm that they had, or None where they are not clipped. What the step's own graph updates is done.
         """
-        results = () if self.is_in_step else self.module(*self.values(self.inputs, parameters))
+        results: Sequence[torch.Tensor] = (
+            () if self.is_in_step else self.module(*self.values(self.inputs, parameters))
+        )
         self.replace_state(results, {fqn: self.optimizers.state_of(parameters[fqn]) for fqn, _ in self.replaced})
         self.facts.leave(parameters)
         self.optimizers.finish()

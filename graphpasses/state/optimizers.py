@@ -6,22 +6,21 @@ numbers among their hyperparameters; an update reads these when it runs.
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import FunctionType, MethodType, ModuleType, NoneType
+from types import NoneType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from graphpasses._torch import pytree
-from graphpasses._torch.optimizers import attributes_of, has_own_zero_grad, note_step, runs_hooks
+from graphpasses._torch.optimizers import note_step, own_attributes_of
 from graphpasses.errors import CaptureError
 from graphpasses.state.arithmetic import NO_ARITHMETIC, Arithmetic, Call, Number
-from graphpasses.state.keys import TensorFacts
-from graphpasses.state.slots import AGAIN, changed
+from graphpasses.state.keys import Key, TensorFacts, key_of
+from graphpasses.state.optimizer_checks import check_optimizer
+from graphpasses.state.slots import AGAIN, Owner, changed
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +76,7 @@ class Optimizers:
     def check(self) -> None:
         """Raises if the update is not, or cannot be, captured."""
         for optimizer in self.each:
-            _check_one(optimizer)
+            check_optimizer(optimizer)
         for index, (optimizer, group) in enumerate(self.groups):
             for name in ("differentiable", "capturable"):
                 if group.get(name):
@@ -106,67 +105,6 @@ class Optimizers:
                     )
 
 
-def _check_one(optimizer: Optimizer) -> None:
-    kind = type(optimizer)
-    if not isinstance(optimizer, Optimizer):
-        raise CaptureError(f"optimizer= is a {kind.__name__}; give a torch.optim.Optimizer, or a tuple of them")
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise CaptureError(
-            f"the step of {kind.__name__} calls a closure, which runs the model again; capture without optimizer=, "
-            "and let the closure call the captured step"
-        )
-    if runs_hooks(optimizer) or has_own_zero_grad(optimizer):
-        raise CaptureError(
-            "a hook runs before or after the optimizer's steps, or its step or zero_grad was replaced; a captured "
-            "step runs none of these. Remove it, and do what it does before or after the captured step"
-        )
-    if any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
-        raise CaptureError("a GradScaler steps the optimizer; a captured step does not scale gradients back")
-    if any(not isinstance(each, torch.Tensor) for each in optimizer.state):
-        raise CaptureError(
-            f"{kind.__name__} keeps state of no parameter, which a captured step does not follow; {INSTEAD}"
-        )
-    for name, value in attributes_of(optimizer).items():
-        if name != "defaults" and (found := _find_kept(value)) is not None:
-            raise CaptureError(
-                f"{kind.__name__} keeps {found} in its attribute {name!r}, and a captured step follows what an "
-                f"optimizer keeps in its groups, and of each parameter in its state; {INSTEAD}"
-            )
-
-
-INSTEAD = "capture without optimizer=, and call optimizer.step() after the step"
-_KEPT = {
-    torch.Tensor: "a tensor",
-    Optimizer: "another optimizer",
-    torch.nn.Module: "a module",
-    torch.Generator: "a generator of random numbers",
-}
-
-
-def _find_kept(value: Any, seen: dict[int, Any] | None = None) -> str | None:
-    """Says what of an attribute, or of an object in it, would be another for each of an optimizer's steps."""
-    seen = {} if seen is None else seen
-    if id(value) in seen:
-        return None
-    seen[id(value)] = value
-    for kind, text in _KEPT.items():
-        if isinstance(value, kind):
-            return text
-    if isinstance(value, functools.partial):
-        inside: list[Any] = [value.args, value.keywords]
-    elif isinstance(value, Mapping):
-        inside = [*value.values()]
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        inside = [*value]
-    elif isinstance(value, MethodType):
-        inside = [] if isinstance(value.__self__, Optimizer) else [value.__self__]
-    else:
-        is_object = not isinstance(value, (type, ModuleType, FunctionType))
-        inside = [*getattr(value, "__dict__", {}).values()] if is_object else []
-    return next(filter(None, (_find_kept(each, seen) for each in inside)), None)
-
-
 _LOAD = "load the state of this model and optimizer, or capture the step again"
 
 
@@ -181,6 +119,8 @@ class OptimizerFacts:
     numbers: Mapping[Number, Any]  # of groups and state, when they were read
     arithmetic: Arithmetic  # what is decided by them, and how those follow that the step leaves
     state: Mapping[str, Mapping[str, object]]  # by FQN of each parameter that is updated, and by name
+    attributes: tuple[Mapping[str, Key], ...]  # of each optimizer
+    names: tuple[Owner, ...] = ()  # what else the code of its step reads
 
     @classmethod
     def of(
@@ -189,13 +129,16 @@ class OptimizerFacts:
         names: Mapping[torch.Tensor, str],
         kept: Kept,
         arithmetic: Arithmetic = NO_ARITHMETIC,
+        read: Sequence[Owner] = (),
     ) -> OptimizerFacts:
-        """Reads optimizers that keep this; ``names`` are the FQNs of the model's parameters."""
+        """Reads optimizers that keep this; ``names`` are FQNs of parameters, ``read`` is what their code reads."""
         groups = [_names(group, index, names) for index, (_, group) in enumerate(optimizers.groups)]
         owners = (optimizer for optimizer, _ in optimizers.groups)
         kinds = tuple(map(kinds_of, owners, kept.groups))
         facts = {fqn: _facts(values) for fqn, values in kept.state.items()}
-        return cls(optimizers, tuple(groups), kinds, kept.numbers(optimizers), arithmetic, facts)
+        attributes = tuple(map(_keys_of_attributes, optimizers.each))
+        numbers = kept.numbers(optimizers)
+        return cls(optimizers, tuple(groups), kinds, numbers, arithmetic, facts, attributes, tuple(read))
 
     def fixed(self, groups: Collection[int]) -> OptimizerFacts:
         """Returns facts for a graph that has built in what the numbers of some groups are now, but for their lr."""
@@ -242,6 +185,7 @@ class OptimizerFacts:
     def check(self, parameters: Mapping[str, torch.Tensor]) -> bool:
         """Returns whether all state is there; raises, and names it, if something changed or a gradient is there."""
         self.optimizers.check()
+        self._check_attributes()
         names = {parameter: fqn for fqn, parameter in parameters.items()}
         kept = self.kept(parameters)
         is_complete = self.is_made(kept)
@@ -263,6 +207,16 @@ class OptimizerFacts:
                         "it; call optimizer.zero_grad() before the step"
                     )
         return is_complete
+
+    def _check_attributes(self) -> None:
+        for optimizer, before in zip(self.optimizers.each, self.attributes, strict=True):
+            now = _keys_of_attributes(optimizer)
+            for name, key in before.items():
+                if now.get(name) != key:
+                    raise changed(f"attribute {name!r} of {type(optimizer).__name__}", key, now.get(name))
+        for owner in self.names:
+            if (found := owner.difference()) is not None:
+                raise CaptureError(f"{found.text(' when the step was captured')}; {AGAIN}")
 
     def _check_groups(self, names: Mapping[torch.Tensor, str], *, is_complete: bool) -> None:
         groups = self.optimizers.groups
@@ -308,6 +262,10 @@ class OptimizerFacts:
         if isinstance(index, str):
             index = next(place for place, fqns in enumerate(self.groups) if index in fqns)
         return type(self.optimizers.groups[index][0]).__name__
+
+
+def _keys_of_attributes(optimizer: Optimizer) -> dict[str, Key]:
+    return {name: key_of(value) for name, value in own_attributes_of(optimizer).items()}
 
 
 def _names(group: Mapping[str, Any], index: int, names: Mapping[torch.Tensor, str]) -> tuple[str, ...]:
