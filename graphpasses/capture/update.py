@@ -150,7 +150,7 @@ def _refuse_idle(source: UpdateSource, names: Mapping[torch.Tensor, str]) -> Non
     def run(*given: torch.Tensor) -> list[Any]:
         live = Kept({}, others.live().groups)
         parameters = dict(zip(idle, given, strict=True))
-        kept, _ = others.step(parameters, {}, live, live.numbers(source.optimizers))
+        kept, _ = others.step(parameters, {}, live, live.numbers(source.optimizers), is_first=True)
         changed.extend(fqn for fqn, each in parameters.items() if each.grad is not None or kept.state[fqn])
         return []
 

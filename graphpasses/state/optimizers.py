@@ -265,7 +265,10 @@ class OptimizerFacts:
 
 
 def _keys_of_attributes(optimizer: Optimizer) -> dict[str, Key]:
-    return {name: key_of(value) for name, value in own_attributes_of(optimizer).items()}
+    found = own_attributes_of(optimizer)
+    defaults = found.pop("defaults", {})  # to which load_state_dict adds names
+    found |= {f"defaults[{name!r}]": value for name, value in defaults.items()}
+    return {name: key_of(value) for name, value in found.items()}
 
 
 def _names(group: Mapping[str, Any], index: int, names: Mapping[torch.Tensor, str]) -> tuple[str, ...]:
