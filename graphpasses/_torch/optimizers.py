@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
@@ -36,11 +40,53 @@ def note_step(optimizer: Optimizer) -> None:
 
 
 def shadow_of(optimizer: Optimizer) -> Optimizer:
-    """Returns an optimizer with the same attributes, without hooks, groups and state; it may be given fake ones."""
+    """Returns an optimizer with the same attributes, without hooks, groups and state; it may be given fake ones.
+
+    Containers in attributes are copied: it may write into its own.
+    """
     shadow: Optimizer = object.__new__(type(optimizer))
-    vars(shadow).update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    vars(shadow).update({name: copied(value) for name, value in vars(optimizer).items() if name not in _HELD})
     shadow.param_groups, shadow.state = [], defaultdict(dict)
     return shadow
+
+
+# What is looked at by itself, and torch's own flags of what its steps have checked and warned of once.
+_FLAGS = "_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured"
+_HELD = {"step", "param_groups", "state"}
+_NO_ATTRIBUTES = {*_HELD, *_FLAGS}
+
+
+def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Returns what an optimizer has beside its groups and state, by name."""
+    return {name: value for name, value in vars(optimizer).items() if name not in _NO_ATTRIBUTES}
+
+
+def own_attributes_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Returns those that its class gives it: neither torch's own, nor hooks, nor what schedulers note."""
+    torchs = _torchs_attributes()
+    return {name: value for name, value in attributes_of(optimizer).items() if name not in torchs}
+
+
+@functools.cache
+def _torchs_attributes() -> frozenset[str]:
+    names = vars(Optimizer([torch.zeros(1, device="cpu")], {})).keys() - {"defaults"}  # by which some compute
+    return frozenset({*names, "_opt_called", "_zero_grad_profile_name"})
+
+
+def copied(value: Any) -> Any:
+    """Returns copies of containers, and of those in them; all else is the same."""
+    if isinstance(value, dict):
+        made = copy.copy(value)
+        made.update({key: copied(each) for key, each in value.items()})
+        return made
+    if type(value) in (list, tuple):
+        return type(value)(map(copied, value))
+    return copy.copy(value) if isinstance(value, (list, set)) else value
+
+
+def has_own_zero_grad(optimizer: Optimizer) -> bool:
+    """Whether its class forgets gradients in another way than torch's does."""
+    return type(optimizer).zero_grad is not Optimizer.zero_grad
 
 
 def optimizers_in_backward(parameter: Tensor) -> tuple[Optimizer, ...]:

@@ -23,6 +23,7 @@ from graphpasses.graph.returned import loss_of
 from graphpasses.graph.several_models import first_model
 from graphpasses.identity import same_bits
 from graphpasses.state.left_tensors import with_gradients
+from graphpasses.state.optimizers import is_number
 from graphpasses.state.slots import values_restored
 
 
@@ -89,14 +90,20 @@ def copies_of(results: Results) -> Results:
 
 
 def state_in_optimizers(model: nn.Module, optimizers: Iterable[Optimizer]) -> Results:
-    """Returns the tensors that optimizers keep of a model's parameters, by what they are."""
-    return {
+    """Returns the tensors that optimizers keep of a model's parameters, and their numbers, by what they are."""
+    kept = {
         f"optimizer state {name!r} of {fqn!r}": value
         for fqn, parameter in model.named_parameters()
         for optimizer in optimizers
         for name, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, torch.Tensor)
     }
+    for optimizer in optimizers:
+        for index, group in enumerate(optimizer.param_groups):
+            kept |= {
+                f"{name!r} of group {index} of {type(optimizer).__name__}": value for name, value in group.items()
+            }
+    kept = {name: torch.tensor(value, device="cpu") if is_number(value) else value for name, value in kept.items()}
+    return {name: value for name, value in kept.items() if isinstance(value, torch.Tensor)}
 
 
 @contextmanager
@@ -119,7 +126,8 @@ def put_back(step: CapturedStep, batch: Sequence[Any]) -> Iterator[None]:
 def values_put_back(
     model: nn.Module, tensors: Iterable[torch.Tensor], optimizers: Collection[Optimizer]
 ) -> Iterator[None]:
-    """Puts back what is written into tensors, into a model's gradients, and into the state of optimizers."""
+    """Puts back what is written into tensors, into a model's gradients, and into state and groups of optimizers."""
+    groups = [(group, dict(group)) for optimizer in optimizers for group in optimizer.param_groups]
     states = [{each: dict(values) for each, values in optimizer.state.items()} for optimizer in optimizers]
     every: list[Any] = [*tensors, *(each.grad for each in with_gradients(model))]
     every += [value for state in states for values in state.values() for value in values.values()]
@@ -134,6 +142,9 @@ def values_put_back(
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.state.clear()
             optimizer.state.update(state)
+        for group, before_it in groups:
+            group.clear()
+            group.update(before_it)
 
 
 def _optimizers(step: CapturedStep) -> tuple[Optimizer, ...]:

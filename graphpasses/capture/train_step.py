@@ -27,7 +27,8 @@ from graphpasses.capture.step_check import check_on_batch
 from graphpasses.capture.step_rules import find_written_groups, note_outside, outside_tensors, refuse_step
 from graphpasses.capture.trace import trace_step
 from graphpasses.capture.traced_result import read_step
-from graphpasses.capture.update import check_update, find_update, trace_update
+from graphpasses.capture.update import find_update, trace_update
+from graphpasses.capture.update_check import check_update
 from graphpasses.embedding.torchrec.batches import TORCHREC
 from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.fsdp.canonical import CLIP_NOTE

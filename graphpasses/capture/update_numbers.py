@@ -1,46 +1,62 @@
-"""What an update reads of its optimizer's hyperparameters when it runs, and what the optimizer decides by them."""
+"""What an update reads of its optimizer's numbers when it runs, what the optimizer decides by them, and leaves."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
+from torch.types import py_sym_types
 
 from graphpasses._torch.conditions import as_function
+from graphpasses._torch.pytree import tree_map
 from graphpasses._torch.symbols import decided_by_values
 from graphpasses._torch.traced_floats import floats_stay_open
 from graphpasses.graph import GraphInput, InputKind
-from graphpasses.state.optimizers import Number, NumberDecision, Optimizers, numbers_of
+from graphpasses.state.arithmetic import Arithmetic, Call, Number, Place, as_python
 
 
 class TracedNumbers:
-    """The numbers of optimizers' groups, and tensors in their places, while its step is traced.
+    """The numbers of optimizers' groups and state, and tensors in their places, while its step is traced.
 
-    Steps compute with numbers in Python: there each is a number that a tensor holds, which is traced. A fused kernel
-    takes numbers, which a trace keeps as they are: there each is a number by which it is found again. An optimizer
-    that compares a number is answered with its value, and the answer is a decision.
+    Python computes with stand-ins: each has its number's value, and notes what it is used for. What is decided by a
+    number is a decision; what an operator of torch gets is traced as a number that a tensor holds. A fused kernel
+    takes numbers, which a trace keeps as they are: there each is a number by which it is found again.
+
+    Args:
+        values: what traced numbers are now.
+        fused: the indexes of the groups that a fused kernel updates.
     """
 
-    def __init__(self, optimizers: Optimizers) -> None:
-        self.values = numbers_of(optimizers)
+    def __init__(self, values: Mapping[Number, Any], fused: Collection[int]) -> None:
+        self.values = {number: as_python(value) for number, value in values.items()}
+        self._fused = fused
         self._symbols: dict[sympy.Symbol, Number] = {}
-        self._decided: list[NumberDecision] = []
         self._marks: dict[Number, _Mark] = {}
         self._tensors: dict[Number, torch.Tensor] = {}
+        self._inputs: dict[Number, Place] = {}
+        self._numbers: dict[Place, Number] = {}  # the other way round
+        self._calls: dict[Place, Call] = {}
+        self._of_torch: dict[Place, Any] = {}  # by place, what operators of torch are given
         for number, value in self.values.items():
             if isinstance(value, torch.Tensor):
                 self._tensors[number] = value
-            elif optimizers.groups[number[0]][1].get("fused"):
-                self._marks[number] = mark = _Mark(math.ldexp(1.0, -900 - len(self._marks)))
-                mark.number, mark.value, mark.decided = number, value, self._decided.append
+                continue
+            self._inputs[number] = place = Place(len(self._inputs))
+            self._numbers[place] = number
+            if number[0] in fused:
+                self._marks[number] = _Mark(math.ldexp(1.0, -900 - len(self._marks)))
+                self._marks[number].stand_in = TracedNumber(self, place, value)
             else:
-                self._tensors[number] = torch.tensor(0.0, dtype=torch.float64, device="cpu")
+                # A group's may become a float, as a learning rate that was 1.
+                dtype = torch.int64 if type(value) is int and isinstance(number[0], str) else torch.float64
+                self._tensors[number] = torch.zeros((), dtype=dtype, device="cpu")
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -55,7 +71,8 @@ class TracedNumbers:
     @contextmanager
     def traced(self, tensors: Iterator[Any]) -> Iterator[Mapping[Number, Any]]:
         """Yields what the numbers are in the block, which runs in the trace; ``tensors`` are the trace's own."""
-        self._decided.clear()
+        self._calls.clear()
+        self._of_torch.clear()
 
         def value_of(_: Any, symbol: sympy.Symbol) -> Any:
             number = self._symbols.get(symbol)
@@ -65,33 +82,91 @@ class TracedNumbers:
         given: dict[Number, Any] = {
             number: 0.0 if number[1] != "lr" and mark == 0 else mark for number, mark in self._marks.items()
         }
-        with decided_by_values(value_of, self._note), floats_stay_open():
+        with decided_by_values(value_of, self._note), floats_stay_open(), self._math_traced():
             for number in self._tensors:
                 tensor = next(tensors)
                 given[number] = tensor
                 if not isinstance(self.values[number], torch.Tensor):
-                    given[number] = tensor.item()
-                    self._symbols[given[number].node.expr] = number
+                    place = self._inputs[number]
+                    self._of_torch[place] = symbol = tensor.item()
+                    self._symbols[symbol.node.expr] = number
+                    given[number] = TracedNumber(self, place, self.values[number])
             yield given
+
+    @contextmanager
+    def _math_traced(self) -> Iterator[None]:
+        """Lets functions of Python's ``math`` compute with stand-ins."""
+
+        def with_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any) -> Any:
+                is_traced = any(type(each) is TracedNumber for each in args)
+                return self.computed(function, *args) if is_traced else function(*args)
+
+            return run
+
+        with ExitStack() as stack:
+            for name in _MATH:
+                stack.enter_context(mock.patch.object(math, name, with_numbers(getattr(math, name))))
+            yield
+
+    def computed(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Computes with stand-ins as Python does, and notes it; where the result is a bool, that is decided."""
+        if any(isinstance(each, py_sym_types) for each in args):  # as a number that a tensor of state holds
+            return function(*map(self.of_torch, args))
+        if not all(type(each) is TracedNumber or isinstance(each, (int, float)) for each in args):
+            # With None, or a string, numbers are compared alone.
+            is_compared = function in _COMPARED and not any(isinstance(each, torch.Tensor) for each in args)
+            return self.built_in(function, function(*map(_value, args)), *args) if is_compared else NotImplemented
+        result = as_python(function(*map(_value, args)))
+        if type(result) not in (int, float):
+            return result if result is NotImplemented else self.built_in(function, result, *args)
+        return TracedNumber(self, self._note_call(function, args), result)
+
+    def built_in(self, function: Callable[..., Any], result: Any, *args: Any) -> Any:
+        """Returns a result as it is: a decision."""
+        self._note_call(function, args, result)
+        return result
+
+    def _note_call(self, function: Callable[..., Any], args: tuple[Any, ...], *answer: Any) -> Place:
+        place = Place(len(self._inputs) + len(self._calls))
+        places = tuple(each.place if type(each) is TracedNumber else each for each in args)
+        self._calls[place] = Call(function, places, self._behind(places), *answer)
+        return place
+
+    def _behind(self, args: tuple[Any, ...]) -> frozenset[Number]:
+        places = [each for each in args if isinstance(each, Place)]
+        read = (frozenset({self._numbers[each]}) for each in places if each in self._numbers)
+        return frozenset().union(*read, *(self._calls[each].numbers for each in places if each in self._calls))
+
+    def of_torch(self, value: Any) -> Any:
+        """Returns what operators of torch are given for a stand-in: a number that is traced."""
+        return self._traced_at(value.place) if type(value) is TracedNumber else value
+
+    def _traced_at(self, value: Any) -> Any:
+        if not isinstance(value, Place):
+            return value
+        if value not in self._of_torch:
+            call = self._calls[value]
+            function = _OF_TORCH.get(call.function, call.function)
+            self._of_torch[value] = function(*map(self._traced_at, call.args))
+        return self._of_torch[value]
 
     def _note(self, condition: sympy.Basic) -> None:
         if not self._symbols.keys() >= condition.free_symbols:
             return  # nothing decided: torch assumes that roots of state are real, as Python's pow sees for itself
-        symbols = {symbol: self._symbols[symbol] for symbol in condition.free_symbols}
-        is_true = as_function(condition)
-        before = {number: repr(self.values[number]) for number in symbols.values()}
+        symbols = [*condition.free_symbols]
+        numbers = [self._symbols[symbol] for symbol in symbols]
+        is_true, before = as_function(condition), [repr(self.values[number]) for number in numbers]
 
-        def holds(now: Mapping[Number, Any]) -> bool:
-            return all(repr(now[number]) == text for number, text in before.items()) or is_true(
-                {symbol: float(now[number]) for symbol, number in symbols.items()}
-            )
+        def holds(*now: Any) -> bool:
+            return [*map(repr, now)] == before or is_true(dict(zip(symbols, map(float, now), strict=True)))
 
-        self._decided.append(NumberDecision(tuple(before), holds))
+        self._note_call(holds, tuple(TracedNumber(self, self._inputs[each], None) for each in numbers), True)
 
-    @property
-    def decisions(self) -> tuple[NumberDecision, ...]:
-        """What was decided while the step was traced."""
-        return tuple(self._decided)
+    def arithmetic(self, left: Mapping[Number, Any]) -> Arithmetic:
+        """Returns what was decided while the step was traced, and how it computes what it leaves."""
+        places = {number: each.place if type(each) is TracedNumber else each for number, each in left.items()}
+        return Arithmetic(self._inputs, self._calls, places).needed()
 
     def read(self, graph: fx.Graph, inputs: list[GraphInput]) -> None:
         """Makes each number an input of the traced graph; ``inputs`` are what its placeholders carry."""
@@ -118,22 +193,79 @@ class TracedNumbers:
                     }
 
 
+_MATH = ("sqrt", "pow", "fabs", "isfinite", "isnan", "isinf", "isclose")
+# What computes the same of numbers that are traced.
+_OF_TORCH: dict[Callable[..., Any], Callable[..., Any]] = {
+    math.sqrt: torch.sym_sqrt,
+    math.pow: operator.pow,
+    math.fabs: abs,
+}
+
+
+_COMPARED = operator.eq, operator.ne
+
+
+def _value(value: Any) -> Any:
+    return value.value if type(value) is TracedNumber else value
+
+
+def _computing(function: Callable[..., Any]) -> tuple[Any, Any]:
+    def run(one: TracedNumber, *others: Any) -> Any:
+        return one.trace.computed(function, one, *others)
+
+    def reflected(one: TracedNumber, other: Any) -> Any:
+        return one.trace.computed(function, other, one)
+
+    return run, reflected
+
+
+def _built_in(function: Callable[..., Any]) -> Any:
+    return lambda one, *args: one.trace.built_in(function, function(one.value, *args), one, *args)
+
+
+class TracedNumber:
+    """Stands for a number in Python code that is traced."""
+
+    __slots__ = ("place", "trace", "value")
+
+    def __init__(self, trace: TracedNumbers, place: Place, value: Any) -> None:
+        self.trace, self.place, self.value = trace, place, value
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(_of_torch, (tuple(args), dict(kwargs or {})))
+        return func(*args, **kwargs)
+
+    __add__, __radd__ = _computing(operator.add)
+    __sub__, __rsub__ = _computing(operator.sub)
+    __mul__, __rmul__ = _computing(operator.mul)
+    __truediv__, __rtruediv__ = _computing(operator.truediv)
+    __floordiv__, __rfloordiv__ = _computing(operator.floordiv)
+    __mod__, __rmod__ = _computing(operator.mod)
+    __pow__, __rpow__ = _computing(operator.pow)
+    __neg__, __pos__, __abs__ = (_computing(each)[0] for each in (operator.neg, operator.pos, abs))
+    __floor__, __ceil__, __round__ = (_computing(each)[0] for each in (math.floor, math.ceil, round))
+    __eq__, __ne__, __lt__, __le__, __gt__, __ge__ = (
+        _computing(each)[0] for each in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
+    )
+    __bool__ = _built_in(bool)
+    __float__, __int__, __trunc__ = _built_in(float), _built_in(int), _built_in(math.trunc)
+    __index__, __hash__ = _built_in(operator.index), _built_in(hash)
+    __str__, __repr__, __format__ = _built_in(str), _built_in(repr), _built_in(format)
+
+
+def _of_torch(value: Any) -> Any:
+    return value.trace.of_torch(value) if type(value) is TracedNumber else value
+
+
 def _compares(operation: Callable[[Any, Any], bool]) -> Any:
-    return lambda mark, other: mark.compared(operation, other)
+    return lambda mark, other: operation(mark.stand_in, other)
 
 
 class _Mark(float):
     """A number by which another is found again in a trace; who compares it compares the other."""
 
-    number: Number
-    value: float
-    decided: Callable[[NumberDecision], None]
-
-    def compared(self, operation: Callable[[Any, Any], bool], other: Any) -> bool:
-        """Compares the other number, and tells of it."""
-        number, answer = self.number, operation(self.value, other)
-        self.decided(NumberDecision((number,), lambda now: operation(now[number], other) == answer))
-        return answer
+    stand_in: TracedNumber
 
     __eq__, __ne__ = _compares(operator.eq), _compares(operator.ne)
     __lt__, __le__ = _compares(operator.lt), _compares(operator.le)
@@ -141,9 +273,11 @@ class _Mark(float):
     __hash__ = float.__hash__
 
     def __bool__(self) -> bool:
-        return self.compared(operator.ne, 0.0)
+        return bool(self.stand_in != 0.0)
 
 
 def _input(number: Number) -> GraphInput:
-    index, name = number
-    return GraphInput(InputKind.HYPERPARAMETER, f"group {index}", state=name)
+    owner, name = number
+    if isinstance(owner, str):
+        return GraphInput(InputKind.OPTIMIZER_STATE, owner, state=name)
+    return GraphInput(InputKind.HYPERPARAMETER, f"group {owner}", state=name)

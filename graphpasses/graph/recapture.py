@@ -17,6 +17,7 @@ from graphpasses.graph.batch import same_leaves
 from graphpasses.graph.guards import NO_DECISION
 from graphpasses.graph.rank_consensus import FailedRanks, RankConsensus
 from graphpasses.state.counted import BuiltInError
+from graphpasses.state.optimizer_checks import INSTEAD
 
 Recapture: TypeAlias = Callable[..., Any]
 """Captures a step again.
@@ -37,7 +38,13 @@ Step: TypeAlias = Any
 """A :class:`~graphpasses.graph.CapturedStep`, which has one of these."""
 
 
+_ADVICE = {"loss_fn decided": NO_DECISION, " decided by ": INSTEAD[0].upper() + INSTEAD[1:]}
 _ELSEWHERE = "on another rank, something is otherwise than it was"
+
+
+def _is_guarded(step: Step) -> bool:
+    """Whether ``loss_fn``, or the optimizer, decides by values that may be others at the next call."""
+    return step.guards is not None or (step.update is not None and step.update.decides_by_counts)
 
 
 def _look(step: Step, given: Sequence[Any]) -> tuple[CaptureError | None, Any]:
@@ -54,8 +61,8 @@ class GuardedCache:
     """
 
     def __init__(self, first: Step) -> None:
+        self._first = self._last = first  # which ran last
         self.steps = [first]
-        self._last = first  # which ran last
         self._num_captured = 1
         self._num_calls = 0
         self._built_in: set[str] = set()  # paths of numbers that no step reads as inputs
@@ -64,7 +71,7 @@ class GuardedCache:
         self.groups = self._consensus.groups  # the names of those with which the step communicates
         self.failed_ranks = FailedRanks(self.groups)
         self._is_checked = False
-        self._is_guarded = None if self.groups else first.guards is not None
+        self._is_guarded = None if self.groups else _is_guarded(first)
 
     def fitting(self, batch: tuple[Any, ...], given: Sequence[Any]) -> tuple[Step, Any]:
         """Returns the step that all ranks captured with what is so now, or captures it; and its model's tensors.
@@ -79,7 +86,7 @@ class GuardedCache:
             self.check_launches(self.steps[0])
             self._is_checked = True
         if self._is_guarded is None:  # some rank may decide by what the others do not have
-            self._is_guarded = not self._consensus.all_ranks([self.steps[0].guards is None])[0]
+            self._is_guarded = not self._consensus.all_ranks([not _is_guarded(self.steps[0])])[0]
         changed, tensors = _look(self._last, given)
         if changed is None and not self._is_guarded:
             if (different := self._difference(self._last, batch, given)) is None:
@@ -111,6 +118,8 @@ class GuardedCache:
         if found is None and step.guards is not None:
             with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
                 found = step.guards.difference(step.value_of(given))
+        if found is None and step.update is not None and not self._first.waits:
+            found = step.update.difference()
         changed = _look(step, given)[0] if found is None and step is not self._last and not looks else None
         return str(changed) if changed else found
 
@@ -135,7 +144,7 @@ class GuardedCache:
         if self._num_captured >= MAX_STEPS + self._num_calls // _CALLS_FOR_ONE:
             raise CaptureError(
                 f"{difference}. The step was captured for {self._num_captured} such cases, and no more are kept"
-                f"{f'. {NO_DECISION}' if 'loss_fn decided' in difference else ''}"
+                f"{next((f'. {advice}' for decider, advice in _ADVICE.items() if decider in difference), '')}"
             )
         step = self._captured_with_numbers(batch)
         self._num_captured += 1
@@ -147,8 +156,7 @@ class GuardedCache:
             self.steps.clear()
         self.steps = [*self.steps[-MAX_STEPS + 1 :], step]
         self._last = step
-        guarded = any(each.guards is not None for each in self.steps)
-        self._is_guarded = not self._consensus.all_ranks([not guarded])[0]
+        self._is_guarded = not self._consensus.all_ranks([not any(map(_is_guarded, self.steps))])[0]
 
     def _captured_with_numbers(self, batch: tuple[Any, ...]) -> Step:
         """Captures a step of which numbers that are others now are inputs, since they may change again; but for those

@@ -278,8 +278,9 @@ def add_update_input(graph: TrainGraph, item: GraphInput, node: fx.Node) -> fx.N
     if isinstance(value, torch.Tensor):
         with mode:
             value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    elif isinstance(value, torch.SymFloat):
-        with mode.shape_env.ignore_fresh_unbacked_symbols():  # an input: no call brings it
-            value = mode.shape_env.create_unbacked_symfloat()
+    elif isinstance(value, (torch.SymFloat, torch.SymInt)):
+        shape_env, is_float = mode.shape_env, isinstance(value, torch.SymFloat)
+        with shape_env.ignore_fresh_unbacked_symbols():  # an input: no call brings it
+            value = shape_env.create_unbacked_symfloat() if is_float else shape_env.create_unbacked_symint()
     made.meta["val"] = value
     return made

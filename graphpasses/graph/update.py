@@ -10,12 +10,15 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
+from graphpasses._torch.dtensor import as_dtensor
 from graphpasses._torch.fx_graphs import copy_module
 from graphpasses.errors import CaptureError
 from graphpasses.graph.kinds import GraphInput, GraphOutput, InputKind, OutputKind
 from graphpasses.graph.nodes import read_constants
+from graphpasses.graph.parameters import get_state
 from graphpasses.graph.several_models import clipped_parameters
-from graphpasses.state.optimizers import Number, OptimizerFacts, Optimizers, numbers_of
+from graphpasses.state.arithmetic import Number
+from graphpasses.state.optimizers import OptimizerFacts, Optimizers, is_number, numbers_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +34,8 @@ class Update:
     model: nn.Module  # the live model
     # Traces the update again without some parameters, by FQN.
     trace_without: Callable[[Collection[str]], Update]
+    # State that the optimizer replaces by another tensor at each step, by FQN and name: what the graph returns.
+    replaced: tuple[tuple[str, str], ...] = ()
     # The step as it was before a pass put the update, or a part of it, into its graph; else None.
     without_update: fx.GraphModule | None = None
     in_step: frozenset[str] = frozenset()  # FQNs of the parameters that the step's own graph updates
@@ -53,8 +58,16 @@ class Update:
 
     @property
     def outputs(self) -> tuple[GraphOutput, ...]:
-        """What the graph returns: the norm of all gradients, where it clips them."""
-        return () if self.clip_norm is None else (GraphOutput(OutputKind.VALUE, "grad_norm"),)
+        """What the graph returns: the norm of all gradients, where it clips them, and state that is replaced."""
+        norm = () if self.clip_norm is None else (GraphOutput(OutputKind.VALUE, "grad_norm"),)
+        return *norm, *(GraphOutput(OutputKind.VALUE, f"state {name!r} of {fqn!r}") for fqn, name in self.replaced)
+
+    def replace_state(self, results: Sequence[torch.Tensor], state: Mapping[str, dict[str, Any]]) -> None:
+        """Puts what the graph returned into the optimizer's state."""
+        made = results[len(results) - len(self.replaced) :]
+        for (fqn, name), value in zip(self.replaced, made, strict=True):
+            was = state[fqn][name]
+            state[fqn][name] = as_dtensor(value, was) if isinstance(was, DTensor) else value
 
     def check(self, parameters: Mapping[str, torch.Tensor]) -> bool:
         """Returns whether the optimizer has all its state; raises if it is not as it was, or a gradient is there."""
@@ -68,6 +81,15 @@ class Update:
                     "step clips; set it to None before the step"
                 )
         return is_complete
+
+    @property
+    def decides_by_counts(self) -> bool:
+        """Whether the optimizer decides by numbers that its own steps change."""
+        return self.facts.arithmetic.decides_by_counts
+
+    def difference(self) -> str | None:
+        """Says what the optimizer decides otherwise now by numbers that it counts; None if nothing."""
+        return self.facts.difference({fqn: get_state(self.model, fqn) for fqn in self.facts.state})
 
     def copy(self) -> Update:
         """Returns an update whose graph can be rewritten without changing this one's."""
@@ -101,9 +123,13 @@ class Update:
 
         Returns the norm that they had, or None where they are not clipped. What the step's own graph updates is done.
         """
-        norms = () if self.is_in_step else self.module(*self.values(self.inputs, parameters))
+        results: Sequence[torch.Tensor] = (
+            () if self.is_in_step else self.module(*self.values(self.inputs, parameters))
+        )
+        self.replace_state(results, {fqn: self.optimizers.state_of(parameters[fqn]) for fqn, _ in self.replaced})
+        self.facts.leave(parameters)
         self.optimizers.finish()
-        return next(iter(norms), None)
+        return None if self.clip_norm is None or self.is_in_step else results[0]
 
     def run_eagerly(self) -> torch.Tensor | None:
         """Does the same by torch's own functions: in its first step an optimizer makes its state."""
@@ -141,9 +167,10 @@ def carried_values(
         value: Any
         if item.kind is InputKind.HYPERPARAMETER:
             number = numbers[item.group, item.state]  # or the tensor in its place
-            value = number if isinstance(number, torch.Tensor) else float(number)
+            value = float(number) if is_number(number) else number
         elif item.kind is InputKind.OPTIMIZER_STATE:
-            value = state[item.fqn][item.state]
+            number = item.fqn, item.state
+            value = numbers[number] if number in numbers else state[item.fqn][item.state]
         else:
             value = (gradients if item.kind is InputKind.GRADIENT else parameters)[item.fqn]
         values.append(getattr(value, item.attr) if item.attr else value)

@@ -6,24 +6,21 @@ numbers among their hyperparameters; an update reads these when it runs.
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import NoneType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from graphpasses._torch import pytree
-from graphpasses._torch.optimizers import note_step, runs_hooks
+from graphpasses._torch.optimizers import note_step, own_attributes_of
 from graphpasses.errors import CaptureError
-from graphpasses.state.keys import TensorFacts
-from graphpasses.state.slots import AGAIN, changed
-
-# By package and class: TorchRec need not be there.
-_CAPTURED_OF_TORCHREC = "torchrec", "RowWiseAdagrad"
+from graphpasses.state.arithmetic import NO_ARITHMETIC, Arithmetic, Call, Number
+from graphpasses.state.keys import Key, TensorFacts, key_of
+from graphpasses.state.optimizer_checks import check_optimizer
+from graphpasses.state.slots import AGAIN, Owner, changed
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +76,7 @@ class Optimizers:
     def check(self) -> None:
         """Raises if the update is not, or cannot be, captured."""
         for optimizer in self.each:
-            _check_one(optimizer)
+            check_optimizer(optimizer)
         for index, (optimizer, group) in enumerate(self.groups):
             for name in ("differentiable", "capturable"):
                 if group.get(name):
@@ -87,13 +84,13 @@ class Optimizers:
                         f"{self.group_name(index)} has {name}=True, which a captured step does not follow; leave it "
                         "at False"
                     )
-            for name in optimizer.defaults:
+            for name in _names_of(optimizer, group):
                 for value in pytree.tree_leaves(group.get(name)):
                     if isinstance(value, torch.Tensor) and name != "lr":
                         raise CaptureError(
                             f"{name!r} of {self.group_name(index)} holds a tensor; only lr may be one. Give numbers"
                         )
-                    if not isinstance(value, (int, float, str, torch.Tensor, NoneType)):
+                    if not isinstance(value, (int, float, str, torch.Tensor, torch.dtype, torch.device, NoneType)):
                         raise CaptureError(
                             f"{name!r} of {self.group_name(index)} is {value!r}, with which eager computes by the "
                             f"rules of {type(value).__name__}, and a captured step would not. Give Python's own"
@@ -108,43 +105,7 @@ class Optimizers:
                     )
 
 
-def _check_one(optimizer: Optimizer) -> None:
-    kind = type(optimizer)
-    if not isinstance(optimizer, Optimizer):
-        raise CaptureError(f"optimizer= is a {kind.__name__}; give a torch.optim.Optimizer, or a tuple of them")
-    place = kind.__module__.partition(".")[0], kind.__name__
-    if place != _CAPTURED_OF_TORCHREC and getattr(torch.optim, kind.__name__, None) is not kind:
-        raise CaptureError(
-            f"the update of {kind.__name__} is not captured, that of torch's own optimizers and of TorchRec's "
-            "RowWiseAdagrad is; capture without optimizer=, and call optimizer.step() after the step"
-        )
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise CaptureError(
-            f"the step of {kind.__name__} calls a closure, which runs the model again; capture without optimizer=, "
-            "and let the closure call the captured step"
-        )
-    if runs_hooks(optimizer):
-        raise CaptureError(
-            "a hook runs before or after the optimizer's steps, or its step or zero_grad was replaced; a captured "
-            "step runs none of these. Remove it, and do what it does before or after the captured step"
-        )
-    if any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
-        raise CaptureError("a GradScaler steps the optimizer; a captured step does not scale gradients back")
-
-
 _LOAD = "load the state of this model and optimizer, or capture the step again"
-
-Number: TypeAlias = tuple[int, str]
-"""Names a number: the index of its group, and e.g. ``"lr"`` or ``"betas[0]"``."""
-
-
-@dataclass(frozen=True)
-class NumberDecision:
-    """Something that an optimizer's code, or a pass, decided by numbers."""
-
-    numbers: tuple[Number, ...]
-    holds: Callable[[Mapping[Number, Any]], bool]  # whether it falls as it did, by the numbers of now
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,48 +116,88 @@ class OptimizerFacts:
     # By group, the names of its parameters: FQNs, or e.g. ``"parameter 0 of group 1"`` of one that the model has not.
     groups: tuple[tuple[str, ...], ...]
     hyperparameters: tuple[Mapping[str, str], ...]  # by group: that each is a number, or its value
-    numbers: Mapping[Number, Any]  # of all groups, when they were read
-    decisions: tuple[NumberDecision, ...]  # what was decided by them
+    numbers: Mapping[Number, Any]  # of groups and state, when they were read
+    arithmetic: Arithmetic  # what is decided by them, and how those follow that the step leaves
     state: Mapping[str, Mapping[str, object]]  # by FQN of each parameter that is updated, and by name
+    attributes: tuple[Mapping[str, Key], ...]  # of each optimizer
+    names: tuple[Owner, ...] = ()  # what else the code of its step reads
 
     @classmethod
     def of(
         cls,
         optimizers: Optimizers,
         names: Mapping[torch.Tensor, str],
-        state: Mapping[str, Mapping[str, object]],
-        decisions: Sequence[NumberDecision] = (),
+        kept: Kept,
+        arithmetic: Arithmetic = NO_ARITHMETIC,
+        read: Sequence[Owner] = (),
     ) -> OptimizerFacts:
-        """Reads optimizers; ``names`` are the FQNs of the model's parameters, ``state`` is by FQN and name."""
+        """Reads optimizers that keep this; ``names`` are FQNs of parameters, ``read`` is what their code reads."""
         groups = [_names(group, index, names) for index, (_, group) in enumerate(optimizers.groups)]
-        kinds = tuple(kinds_of(optimizer, group) for optimizer, group in optimizers.groups)
-        facts = {fqn: _facts(values) for fqn, values in state.items()}
-        return cls(optimizers, tuple(groups), kinds, numbers_of(optimizers), tuple(decisions), facts)
+        owners = (optimizer for optimizer, _ in optimizers.groups)
+        kinds = tuple(map(kinds_of, owners, kept.groups))
+        facts = {fqn: _facts(values) for fqn, values in kept.state.items()}
+        attributes = tuple(map(_keys_of_attributes, optimizers.each))
+        numbers = kept.numbers(optimizers)
+        return cls(optimizers, tuple(groups), kinds, numbers, arithmetic, facts, attributes, tuple(read))
 
     def fixed(self, groups: Collection[int]) -> OptimizerFacts:
         """Returns facts for a graph that has built in what the numbers of some groups are now, but for their lr."""
-        numbers = numbers_of(self.optimizers)
+        inputs = self.arithmetic.inputs
+        built_in = (number for number in inputs if number[0] in groups and number[1] != "lr")
+        calls = (Call(repr, (inputs[each],), frozenset({each}), repr(self.numbers[each])) for each in built_in)
+        return replace(self, arithmetic=self.arithmetic.decided(*calls))
 
-        def fixed(number: Number) -> NumberDecision:
-            return NumberDecision((number,), lambda now: repr(now[number]) == repr(numbers[number]))
+    def kept(self, parameters: Mapping[str, torch.Tensor]) -> Kept:
+        """Returns what the optimizers keep now, of the parameters that are updated."""
+        state = {fqn: self.optimizers.state_of(parameters[fqn]) for fqn in self.state}
+        return Kept(state, [group for _, group in self.optimizers.groups])
 
-        built_in = (number for number in numbers if number[0] in groups and number[1] != "lr")
-        return replace(self, decisions=(*self.decisions, *map(fixed, built_in)))
+    def is_made(self, kept: Kept) -> bool:
+        """Whether all is there that the first step makes."""
+        in_groups = all(name in kept.groups[owner] for owner, name in self.arithmetic.left if isinstance(owner, int))
+        return in_groups and all(kept.state[fqn] or not before for fqn, before in self.state.items())
+
+    def difference(self, parameters: Mapping[str, torch.Tensor]) -> str | None:
+        """Says what the optimizers decide otherwise by numbers that they change themselves; None if nothing."""
+        kept = self.kept(parameters)
+        if not self.arithmetic.decides_by_counts or not self.is_made(kept):
+            return None
+        now = kept.numbers(self.optimizers)
+        if not now.keys() >= self.arithmetic.inputs.keys():
+            return None  # which the check names
+        call = self.arithmetic.first_changed(now, by_counts=True)
+        if call is None:
+            return None
+        number = next(each for each in call.numbers if each in self.arithmetic.left)
+        return (
+            f"{self._owner_name(number)} decided by {self._number_name(number)}, which was {self.numbers[number]} "
+            f"when the step was captured and is {now[number]} now"
+        )
+
+    def leave(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Leaves in groups and state the numbers that the step changes."""
+        if not self.arithmetic.left:
+            return
+        kept = self.kept(parameters)
+        for (owner, name), value in self.arithmetic.leaves(kept.numbers(self.optimizers)).items():
+            (kept.groups[owner] if isinstance(owner, int) else kept.state[owner])[name] = value
 
     def check(self, parameters: Mapping[str, torch.Tensor]) -> bool:
         """Returns whether all state is there; raises, and names it, if something changed or a gradient is there."""
         self.optimizers.check()
+        self._check_attributes()
         names = {parameter: fqn for fqn, parameter in parameters.items()}
-        self._check_groups(names)
-        is_complete = True
+        kept = self.kept(parameters)
+        is_complete = self.is_made(kept)
+        self._check_groups(names, is_complete=is_complete)
         for fqn, before in self.state.items():
-            now = _facts(self.optimizers.state_of(parameters[fqn]))
-            if not now and before:
-                is_complete = False
-            elif now != before:
+            now = _facts(kept.state[fqn])
+            if now and now != before:
                 name = next(name for name in {**before, **now} if before.get(name) != now.get(name))
                 had, has = (each.get(name, "not there") for each in (before, now))
                 raise changed(f"state {name!r} of {fqn!r} in the optimizer", had, has, _LOAD)
+        if is_complete:
+            self._check_decisions(kept.numbers(self.optimizers))
         for (_, group), known in zip(self.optimizers.groups, self.groups, strict=True):
             for parameter, name in zip(group["params"], known, strict=True):
                 if parameter.grad is not None:
@@ -207,7 +208,17 @@ class OptimizerFacts:
                     )
         return is_complete
 
-    def _check_groups(self, names: Mapping[torch.Tensor, str]) -> None:
+    def _check_attributes(self) -> None:
+        for optimizer, before in zip(self.optimizers.each, self.attributes, strict=True):
+            now = _keys_of_attributes(optimizer)
+            for name, key in before.items():
+                if now.get(name) != key:
+                    raise changed(f"attribute {name!r} of {type(optimizer).__name__}", key, now.get(name))
+        for owner in self.names:
+            if (found := owner.difference()) is not None:
+                raise CaptureError(f"{found.text(' when the step was captured')}; {AGAIN}")
+
+    def _check_groups(self, names: Mapping[torch.Tensor, str], *, is_complete: bool) -> None:
         groups = self.optimizers.groups
         if len(groups) != len(self.groups):
             raise changed("the optimizer", f"{len(self.groups)} parameter groups", len(groups), has=True)
@@ -219,26 +230,45 @@ class OptimizerFacts:
                     f"{self.optimizers.group_name(index)} held other parameters when the step was captured; {AGAIN}"
                 )
             now = kinds_of(optimizer, group)
-            for name in {**before, **now}:
-                if before.get(name) != now.get(name):
+            for name in before:  # schedulers add others
+                is_there = is_complete or (index, name) not in self.arithmetic.left  # else the first step makes it
+                if is_there and before.get(name) != now.get(name):
                     what = f"{name!r} of {self.optimizers.group_name(index)}"
                     advice = f"only numbers may change. {AGAIN[0].upper()}{AGAIN[1:]}"
                     raise changed(what, before.get(name), now.get(name), advice)
-        self._check_decisions()
 
-    def _check_decisions(self) -> None:
+    def _check_decisions(self, now: Mapping[Number, Any]) -> None:
         """Raises where a number is another, by which the update was decided to be what it is."""
-        now = numbers_of(self.optimizers)
-        for decision in self.decisions:
-            if decision.holds(now):
-                continue
-            changed = [each for each in decision.numbers if repr(now[each]) != repr(self.numbers[each])]
-            index, name = number = (changed or decision.numbers)[0]
-            where, optimizer = self.optimizers.group_name(index), type(self.optimizers.groups[index][0])
-            raise CaptureError(
-                f"{name!r} of {where} was {self.numbers[number]} when the step was captured, and is {now[number]} "
-                f"now: {optimizer.__name__} decides by it, and does something else than was captured; {AGAIN}"
-            )
+        call = self.arithmetic.first_changed(now)
+        if call is None:
+            return
+        others = [each for each in call.numbers if repr(now[each]) != repr(self.numbers[each])]
+        number = (others or [*call.numbers])[0]
+        raise CaptureError(
+            f"{self._number_name(number)} was {self.numbers[number]} when the step was captured, and is "
+            f"{now[number]} now: {self._owner_name(number)} decides by it, and does something else than was "
+            f"captured; {AGAIN}"
+        )
+
+    def _number_name(self, number: Number) -> str:
+        owner, name = number
+        if isinstance(owner, str):
+            return f"state {name!r} of {owner!r}"
+        return f"{name!r} of {self.optimizers.group_name(owner)}"
+
+    def _owner_name(self, number: Number) -> str:
+        """Returns the class of the optimizer that decides by a number."""
+        index = number[0]
+        if isinstance(index, str):
+            index = next(place for place, fqns in enumerate(self.groups) if index in fqns)
+        return type(self.optimizers.groups[index][0]).__name__
+
+
+def _keys_of_attributes(optimizer: Optimizer) -> dict[str, Key]:
+    found = own_attributes_of(optimizer)
+    defaults = found.pop("defaults", {})  # to which load_state_dict adds names
+    found |= {f"defaults[{name!r}]": value for name, value in defaults.items()}
+    return {name: key_of(value) for name, value in found.items()}
 
 
 def _names(group: Mapping[str, Any], index: int, names: Mapping[torch.Tensor, str]) -> tuple[str, ...]:
@@ -248,33 +278,50 @@ def _names(group: Mapping[str, Any], index: int, names: Mapping[torch.Tensor, st
 
 def _facts(state: Mapping[str, object]) -> dict[str, object]:
     return {
-        name: TensorFacts.of(value) if isinstance(value, torch.Tensor) else repr(value)
+        name: TensorFacts.of(value) if isinstance(value, torch.Tensor) else _kind_in_state(value)
         for name, value in state.items()
     }
 
 
 def is_number(value: object) -> bool:
-    """Whether an update can read a value as a number when it runs: a float, or an int; not a bool."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Whether an update can read a value as a number when it runs: a float, or an int; not a bool, or an enum's."""
+    return isinstance(value, float) or type(value) is int
 
 
-@functools.cache
-def _integers(kind: type[Optimizer]) -> frozenset[str]:
-    """Returns the hyperparameters that an optimizer declares as integers: it loops by them."""
-    parameters = inspect.signature(kind).parameters.values()
-    return frozenset(each.name for each in parameters if each.annotation in (int, "int"))
+def _kind_in_state(value: object) -> str:
+    return f"a number, {type(value).__name__}" if is_number(value) else repr(value)
+
+
+def _names_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, None]:
+    """Returns the names of what a group has beside its parameters."""
+    names = dict.fromkeys((*optimizer.defaults, *group))
+    return {name: None for name in names if name not in ("params", "param_names")}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What optimizers keep: of parameters, by FQN and name, and in their groups."""
+
+    state: Mapping[str, dict[str, Any]]
+    groups: Sequence[dict[str, Any]]
+
+    def numbers(self, optimizers: Optimizers) -> dict[Number, Any]:
+        """Returns all numbers among it, and the tensors in their places in groups, by name."""
+        found: dict[Number, Any] = {
+            (index, name): value
+            for index, (group, (optimizer, _)) in enumerate(zip(self.groups, optimizers.groups, strict=True))
+            for hyperparameter in _names_of(optimizer, group)
+            for name, value in _parts(hyperparameter, group.get(hyperparameter))
+            if is_number(value) or isinstance(value, torch.Tensor)
+        }
+        for fqn, values in self.state.items():
+            found |= {(fqn, name): value for name, value in values.items() if is_number(value)}
+        return found
 
 
 def numbers_of(optimizers: Optimizers) -> dict[Number, Any]:
-    """Returns the numbers of all groups, and the tensors in their places, by name; not what schedulers keep."""
-    return {
-        (index, name): value
-        for index, (optimizer, group) in enumerate(optimizers.groups)
-        for hyperparameter in optimizer.defaults
-        if hyperparameter not in _integers(type(optimizer))  # type: ignore[arg-type]
-        for name, value in _parts(hyperparameter, group.get(hyperparameter))
-        if is_number(value) or isinstance(value, torch.Tensor)
-    }
+    """Returns the numbers of all groups, and the tensors in their places, by name."""
+    return Kept({}, [group for _, group in optimizers.groups]).numbers(optimizers)
 
 
 def with_numbers(group: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str, Any]:
@@ -290,9 +337,7 @@ def with_numbers(group: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[s
 
 def kinds_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, str]:
     """Returns by name of a hyperparameter what an update has built in of it: whether it is a number, or its value."""
-    integers = _integers(type(optimizer))  # type: ignore[arg-type]
-    given = {name: group.get(name) for name in optimizer.defaults}
-    return {name: repr(each) if name in integers else _kind(each) for name, each in given.items()}
+    return {name: _kind(group.get(name)) for name in _names_of(optimizer, group)}
 
 
 def _kind(value: Any) -> str:
@@ -301,7 +346,8 @@ def _kind(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor, {TensorFacts.of(value)}"
     if isinstance(value, (list, tuple)):
-        return f"({', '.join(map(_kind, value))})"
+        deeper = any(isinstance(each, (list, tuple)) for each in value)
+        return repr(value) if deeper else f"({', '.join(map(_kind, value))})"
     return repr(value)  # not by ==, for which 1 is True
 
 

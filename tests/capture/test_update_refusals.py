@@ -18,10 +18,6 @@ from graphpasses.errors import CaptureError, FidelityError
 from tests.capture.test_update import X, build, capture, equal_weights
 
 
-class MySGD(SGD):
-    """A subclass."""
-
-
 def hooked(model: nn.Module) -> Optimizer:
     optimizer = SGD(model.parameters())
     optimizer.register_step_pre_hook(lambda *_: None)
@@ -49,15 +45,8 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "decides_by_state": (
         lambda model: RAdam(model.parameters()),
         (
-            "RAdam decides by a value that it keeps, as a count of steps, and a captured update does the same at "
-            "each call; capture without optimizer=, and call optimizer.step() after the step"
-        ),
-    ),
-    "subclass": (
-        lambda model: MySGD(model.parameters()),
-        (
-            "the update of MySGD is not captured, that of torch's own optimizers and of TorchRec's RowWiseAdagrad "
-            "is; capture without optimizer=, and call optimizer.step() after the step"
+            "RAdam decides by the value of a tensor, which is known when the step runs, and a captured update does "
+            "the same at each call; capture without optimizer=, and call optimizer.step() after the step"
         ),
     ),
     "no_optimizer": (

@@ -69,6 +69,10 @@ def _gradients(graph: TrainGraph) -> Nodes:
 def _reject_reason(graph: TrainGraph, update: Update, stored: Nodes, gradients: Nodes) -> str:
     if update.clip_norm is not None:
         return "clipping needs all gradients at once"
+    if update.replaced:
+        return "the optimizer replaces state {!r} of {!r} by another tensor at each step".format(
+            *update.replaced[0][::-1]
+        )
     owners = _owners_of(update)
     if isinstance(owners, str):
         return f"{owners} needs several parameters at once"
