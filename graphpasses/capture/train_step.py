@@ -81,10 +81,10 @@ def capture_train_step(
         others: models that ``loss_fn`` runs beside ``model``, as a frozen teacher, or a GAN's other network, sharded
             or not. The step reads their live tensors, gathers them in buckets of their own, and fills the gradients
             that they require, as eager does. Messages call tensors ``model.…`` and ``others.0.…`` then.
-        optimizer: one of ``torch.optim``, or a tuple of several over disjoint parameters, as Muon and AdamW: the step
-            ends with the step of each, and with ``zero_grad()``. It reads hyperparameters and state when it runs:
-            schedulers, ``load_state_dict`` and eager steps in between are followed. A step in which the optimizer
-            makes its state is its own.
+        optimizer: a :class:`torch.optim.Optimizer`, torch's or another, or a tuple of several over disjoint
+            parameters, as Muon and AdamW: the step ends with the step of each, and with ``zero_grad()``. It reads
+            hyperparameters and state when it runs: schedulers, ``load_state_dict`` and eager steps in between are
+            followed. A step in which the optimizer makes its state is its own.
         clip_norm: largest norm of all gradients together, which are clipped to it before the optimizer's step as
             :func:`torch.nn.utils.clip_grad_norm_` does: those of ``model``, and of ``others`` those that the
             optimizer updates. None does not clip. ``step.grad_norm`` is what the norm was.

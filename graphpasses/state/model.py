@@ -232,11 +232,6 @@ def trained_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return trained | {fqn: buffer for fqn, buffer in buffers if is_trained(buffer)}
 
 
-def with_gradients(model: nn.Module) -> list[torch.Tensor]:
-    """Returns the tensors of a model that may have a gradient."""
-    return [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.is_leaf)]
-
-
 def check_gradient_hooks(fqn: str, parameter: torch.Tensor) -> None:
     """Raises if a hook that no trace calls waits for a parameter's gradient."""
     if _waits_untraced(parameter):
