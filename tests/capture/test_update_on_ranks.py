@@ -22,6 +22,7 @@ from graphpasses.graph import CapturedStep
 from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import default_pipeline
 from tests.helpers.models import next_token_loss, parallelize, same_bits
+from tests.helpers.optimizers import Counting, every
 from tests.helpers.step_cases import CASES, NUM_RANKS, Batch, differences, local_bits, shard_eagerly
 
 NUM_STEPS = 6
@@ -75,6 +76,11 @@ TRAININGS = {
     "simple_tied_clipped": Training("tied", partial(AdamW, fused=True), 0.5, is_simple=True),
     "simple_hybrid": Training("hybrid", partial(Adam, amsgrad=True, maximize=True), is_simple=True, num_ranks=4),
 }
+# Of somebody's own: one counts in Python, clipped, and one puts other tensors into its state.
+OWN = {
+    "every_third": Training("unused", partial(Counting, rate=every), 0.5),
+    "replaces": Training("tied", partial(Counting, replaces=True, in_group=True)),
+}
 CONTROLS = {
     "other_eps": Training("tied", LISTS, eager_optimizer=partial(AdamW, foreach=True, eps=1.1e-8)),
     "other_norm": Training("tied", LISTS, clip_norm=0.5, clip=clip_by_sum_of_squares),
@@ -109,8 +115,14 @@ def different_state(a: Optimizer, b: Optimizer) -> list[str]:
         f"{name} of {index}"
         for index, values in one.items()
         for name, value in values.items()
-        if not same_bits(local_bits(value), local_bits(two[index][name]))
+        if not is_same(value, two[index][name])
     ]
+
+
+def is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return same_bits(local_bits(value), local_bits(other))
+    return repr(value) == repr(other)
 
 
 def compile_step(
@@ -190,7 +202,7 @@ def clip_parameters(model: nn.Module, clip_norm: float) -> torch.Tensor:
 def train_all() -> dict[str, Outcome]:
     """Runs on every rank."""
     outcomes = {}
-    for name, training in (TRAININGS | CONTROLS).items():
+    for name, training in (TRAININGS | OWN | CONTROLS).items():
         if training.num_ranks != torch.distributed.get_world_size():
             continue
         try:
@@ -257,6 +269,14 @@ def test_every_update_is_proved(name: str, outcomes: dict[str, list[Outcome]]) -
         assert not outcome.unproved
         updates = [each for each in outcome.proved if each.startswith("parameter ")]
         assert updates  # clipped ones, too, though they stay behind the step
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", OWN)
+def test_optimizers_of_ones_own(name: str, outcomes: dict[str, list[Outcome]]) -> None:
+    for rank, outcome in enumerate(outcomes[name]):
+        assert outcome.is_equal, f"rank {rank}: {outcome.error or outcome}"
+        assert not outcome.unproved
 
 
 @pytest.mark.multiprocess
