@@ -126,7 +126,10 @@ def trace_update(step: CapturedStep, source: UpdateSource) -> Update:
 def _check_shapes(source: UpdateSource) -> None:
     """Raises if state that is there has other shapes than a first step makes."""
     live = source.live().state
-    made = source.made().state if any(live.values()) else {}
+    try:
+        made = source.made().state if any(live.values()) else {}
+    except KeyError:  # the optimizer has its state from when it was made, and no step makes it
+        return
     for fqn, values in live.items():
         for name, value in values.items():
             other = made.get(fqn, {}).get(name)

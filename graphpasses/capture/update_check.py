@@ -36,6 +36,8 @@ def check_update(update: Update, source: UpdateSource) -> None:
     """
     consensus = RankConsensus.of_model(update.model)
     kept = source.kept()
+    # The names count; tensors would be held beside the copies.
+    kept = Kept({fqn: dict.fromkeys(values) for fqn, values in kept.state.items()}, kept.groups)
     for numbers in _other_numbers(update):
         for parts in (source.parts(), [replace(source, clip_norm=None)]):
             found = _difference(update, source, kept, parts, numbers, consensus)

@@ -80,19 +80,20 @@ class Counted:
 
     def that_are_numbers(self, model: nn.Module) -> Counted:
         """Returns those of which numbers stand there now."""
-        are = [*map(is_carried, self.read_numbers(model))]
+        are = [isinstance(each, torch.Tensor) for each in self.read(model)]
         fqns = tuple(each for each, is_one in zip(self.fqns, are, strict=False) if is_one)
         places = zip(self.places, are[len(self.fqns) :], strict=True)
         return Counted(fqns, tuple(each for each, is_one in places if is_one))
 
     def check(self, model: nn.Module, captured: Sequence[tuple[str, Any]]) -> None:
         """Raises if another kind of number stands somewhere than when the step was ``captured``, by path."""
-        for (path, before), now in zip(captured, self.read_numbers(model), strict=True):
-            kind = next(each for each, dtype in _DTYPES.items() if dtype == before.dtype)
-            if type(now) is not kind or not is_carried(now):
+        for (path, before), now in zip(captured, self.read(model), strict=True):
+            if not isinstance(now, torch.Tensor) or now.dtype != before.dtype:
+                kind = next(each for each, dtype in _DTYPES.items() if dtype == before.dtype)
+                value = now.item() if isinstance(now, torch.Tensor) else now
                 raise CaptureError(
-                    f"{path} is {now!r} now, and had a number ({kind.__name__}) when the step was captured. Give it "
-                    "such numbers from its start, or capture a step for it"
+                    f"{path} is {value!r} now, and had a number ({kind.__name__}) when the step was captured. Give "
+                    "it such numbers from its start, or capture a step for it"
                 )
 
     def read(self, model: nn.Module) -> list[Any]:
