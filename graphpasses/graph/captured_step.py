@@ -203,7 +203,7 @@ class CapturedStep(TrainGraph):
 
     def fitting(self, *batch: Any) -> tuple[Self, list[torch.Tensor | None], list[Any]]:
         """Returns the capture that a call would run on a batch, the model's tensors, and what else it reads."""
-        step, tensors = self._cache.fitting(batch, leaves := self.batch_structure.leaves(batch))
+        step, tensors, leaves = self._cache.fitting(batch)
         return step, tensors, [*leaves, *step.counted.read(self.model)]
 
     def look(self, leaves: Sequence[Any]) -> list[torch.Tensor | None]:

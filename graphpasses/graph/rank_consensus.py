@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -167,22 +168,27 @@ class RankConsensus:
         if cause is not None:
             raise AgreementError(cause) from raised
 
-    def all_come(self, error: Exception) -> bool:
-        """Whether all ranks come here while they have patience, each with an ``error`` that it raises otherwise.
+    def count_call(self) -> None:
+        """Counts a call of a step that communicates so: all ranks call their steps in one order."""
+        _NUM_CALLS.update(self.groups)
 
-        Those that do not come go on, and may wait for this one: they hear of the error.
+    def all_come(self, error: Exception) -> bool:
+        """Whether all ranks come here in this call, while they have patience; each has an ``error`` that it raises
+        otherwise.
+
+        Those that do not come go on, and may wait for this one: they hear of the error. One that comes in its next
+        call has sent what the others have not, and comes too late.
         """
         failed = FailedRanks(self.groups)
         failed.tell(error)
-        for group in filter(ranks_are_processes, map(named_group, self.groups)):
-            store, keys = group_store(group), [f"{_COMING} of rank {dist.get_rank()}"]
-            keys.append(f"{_COMING} {store.add(keys[0], 1)}: ranks")
-            if store.add(keys[1], 1) == group.size():
-                store.set(f"{keys[1]}, all", "")
+        for name in self.groups:
+            if not ranks_are_processes(group := named_group(name)):
+                continue
+            store, key = group_store(group), f"{_COMING} to call {_NUM_CALLS[name]}"
+            if store.add(key, 1) == group.size():
+                store.set(f"{key}, all", "")
             rounds = range(int(min(_PATIENCE, store.timeout) / _MOMENT))
-            if not any(_is_set(store, f"{keys[1]}, all") for _ in rounds if not store.check([_HEARD])):
-                for key in keys:
-                    store.add(key, -1)
+            if not any(_is_set(store, f"{key}, all") for _ in rounds if not store.check([_HEARD])):
                 return False
         failed.forget()
         return True
@@ -244,6 +250,7 @@ _HEARD = "graphpasses: another rank has heard what stopped one"
 _MEETING = "graphpasses: meeting"
 _COMING = "graphpasses: coming"
 _MOMENT = timedelta(seconds=0.5)
+_NUM_CALLS: Counter[str] = Counter()  # of steps, by the name of a group in which they communicate
 _PATIENCE = timedelta(seconds=60)  # of a rank that failed with others that may wait for it until their timeout
 
 

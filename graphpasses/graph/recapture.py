@@ -73,12 +73,13 @@ class GuardedCache:
         self._is_checked = False
         self._is_guarded = None if self.groups else _is_guarded(first)
 
-    def fitting(self, batch: tuple[Any, ...], given: Sequence[Any]) -> tuple[Step, Any]:
-        """Returns the step that all ranks captured with what is so now, or captures it; and its model's tensors.
-
-        ``given`` are the leaves of the batch.
+    def fitting(self, batch: tuple[Any, ...]) -> tuple[Step, Any, Sequence[Any]]:
+        """Returns the step that all ranks captured with what is so now, or captures it; its model's tensors; and the
+        leaves of the batch.
         """
         self._num_calls += 1
+        self._consensus.count_call()
+        given = self._first.batch_structure.leaves(batch)
         if not self._is_checked:
             update = self.steps[0].update
             name, norm = (None, None) if update is None else (update.optimizers.name, update.clip_norm)
@@ -90,7 +91,7 @@ class GuardedCache:
         changed, tensors = _look(self._last, given)
         if changed is None and not self._is_guarded:
             if (different := self._difference(self._last, batch, given)) is None:
-                return self._last, tensors
+                return self._last, tensors, given
             if self.groups:
                 changed = CaptureError(f"{different}; capture a step for each of these cases, or give clones")
         if changed is not None and self._last.recapture is None:
@@ -103,11 +104,11 @@ class GuardedCache:
         if True in fits:
             step = self.steps[fits.index(True)]
             if step is self._last and changed is None:
-                return step, tensors
+                return step, tensors, given
             self._last = step
         else:
             self._capture_for(batch, changed, next(filter(None, differences), _ELSEWHERE))
-        return self._last, self._last.look(given)
+        return self._last, self._last.look(given), given
 
     def _difference(
         self, step: Step, batch: tuple[Any, ...], given: Sequence[Any], *, looks: bool = False
