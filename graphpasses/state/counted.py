@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from graphpasses.errors import CaptureError
-from graphpasses.state.keys import MISSING
+from graphpasses.state.keys import MISSING, key_of
 from graphpasses.state.patterns import Computed, Same
 from graphpasses.state.slots import Owner, Slot, can_write, read, write
 
@@ -80,28 +80,31 @@ class Counted:
 
     def that_are_numbers(self, model: nn.Module) -> Counted:
         """Returns those of which numbers stand there now."""
-        are = [isinstance(each, torch.Tensor) for each in self.read(model)]
+        are = [*map(is_carried, self._values(model))]
         fqns = tuple(each for each, is_one in zip(self.fqns, are, strict=False) if is_one)
         places = zip(self.places, are[len(self.fqns) :], strict=True)
         return Counted(fqns, tuple(each for each, is_one in places if is_one))
 
     def check(self, model: nn.Module, captured: Sequence[tuple[str, Any]]) -> None:
         """Raises if another kind of number stands somewhere than when the step was ``captured``, by path."""
-        for (path, before), now in zip(captured, self.read(model), strict=True):
-            if not isinstance(now, torch.Tensor) or now.dtype != before.dtype:
-                kind = next(each for each, dtype in _DTYPES.items() if dtype == before.dtype)
-                value = now.item() if isinstance(now, torch.Tensor) else now
+        for (path, before), now in zip(captured, self._values(model), strict=True):
+            kind = next(each for each, dtype in _DTYPES.items() if dtype == before.dtype)
+            if type(now) is not kind or not is_carried(now):
                 raise CaptureError(
-                    f"{path} is {value!r} now, and had a number ({kind.__name__}) when the step was captured. Give "
-                    "it such numbers from its start, or capture a step for it"
+                    f"{path} is {key_of(now)} now, and had a number ({kind.__name__}) when the step was captured. "
+                    "Give it such numbers from its start, or capture a step for it"
                 )
 
     def read(self, model: nn.Module) -> list[Any]:
-        """Returns the numbers as tensors, or what is read there instead: a class has one until the object does."""
+        """Returns the numbers as tensors, or what is read there instead."""
+        return [*map(_as_tensor, self._values(model))]
+
+    def _values(self, model: nn.Module) -> list[Any]:
+        """Returns what is read there: a class has a number until the object does."""
         places = (_place(model, fqn) for fqn in self.fqns)
         of_classes = (getattr(type(module), name, None) for module, name in places)
         pairs = zip_longest(self.read_numbers(model), of_classes, fillvalue=MISSING)
-        return [_as_tensor(of_class if number is MISSING else number) for number, of_class in pairs]
+        return [of_class if number is MISSING else number for number, of_class in pairs]
 
     def read_numbers(self, model: nn.Module) -> list[Any]:
         """Returns what stands there, or :data:`MISSING`."""
@@ -144,7 +147,7 @@ def is_number(value: Any) -> bool:
 
 def is_carried(value: Any) -> bool:
     """Whether a tensor can carry a value."""
-    return isinstance(_as_tensor(value), torch.Tensor)
+    return is_number(value) and isinstance(_as_tensor(value), torch.Tensor)
 
 
 def changing_numbers(

@@ -26,12 +26,13 @@ class Model(nn.Module):
         self.first, self.dropout, self.last = nn.Linear(4, 4), nn.Dropout(0.3), nn.Linear(4, 4)
         self.temperature, self.depth, self.activation = 1.0, 1, F.relu
         self.config = SimpleNamespace(beta=0.1)
+        self.scale: float | Tensor = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.dropout(self.activation(self.first(x))) / self.temperature
         for _ in range(self.depth):
             x = torch.tanh(self.last(x))
-        return x * self.config.beta
+        return x * self.config.beta * self.scale
 
 
 def loss_fn(model: Any, x: Tensor) -> Tensor:
@@ -74,6 +75,11 @@ def both(model: Model, index: int) -> None:
 
 def depth(model: Model, index: int) -> None:
     model.depth = 1 + index // 2 % 2
+
+
+def to_a_tensor(model: Model, index: int) -> None:
+    if index < 4:
+        model.scale = 1.0 + index if index < 3 else torch.full((4,), 0.5)
 
 
 def unfrozen(model: Model, index: int) -> None:
@@ -135,6 +141,7 @@ CHANGES: dict[Callable[[Model, int], None], int] = {  # and how many are capture
     dropout: 1,
     both: 2,
     depth: 2,  # an input, and then each number of layers
+    to_a_tensor: 1,
     unfrozen: 1,
     modes: 1,
     activation: 1,
