@@ -101,11 +101,17 @@ def accumulation_hooks(tensor: torch.Tensor) -> list[tuple[dict[int, Any], int]]
     ``apply_optimizer_in_backward``, which take anything.
     """
     own: dict[int, Any] = tensor._post_accumulate_grad_hooks or {}
-    found = [(own, number) for number in own]
-    if handles := _handles_in_backward():
-        behind = ((handle.hooks_dict_ref() or {}, handle.id) for handle in handles.get(tensor, ()))
-        found += [(hooks, number) for hooks, number in behind if number in hooks]
-    return found
+    return [*((own, number) for number in own), *hooks_in_backward(tensor)]
+
+
+def hooks_in_backward(tensor: torch.Tensor) -> list[tuple[dict[int, Any], int]]:
+    """Returns where the hooks stand that step the optimizers which ``apply_optimizer_in_backward`` gave a tensor.
+
+    There are none with ``register_hook=False``, or in DDP: something else steps them.
+    """
+    handles = _handles_in_backward().get(tensor, ())
+    behind = ((handle.hooks_dict_ref() or {}, handle.id) for handle in handles)
+    return [(hooks, number) for hooks, number in behind if number in hooks]
 
 
 def _handles_in_backward() -> Mapping[torch.Tensor, Sequence[RemovableHandle]]:

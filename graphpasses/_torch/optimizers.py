@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -15,7 +14,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
-from torch.utils.hooks import RemovableHandle
 
 
 def lists_take_fakes() -> AbstractContextManager[object]:
@@ -92,15 +90,6 @@ def has_own_zero_grad(optimizer: Optimizer) -> bool:
 def optimizers_in_backward(parameter: Tensor) -> tuple[Optimizer, ...]:
     """Returns the optimizers that ``apply_optimizer_in_backward`` gave a parameter."""
     return tuple(getattr(parameter, "_in_backward_optimizers", ()))
-
-
-def steps_in_backward(parameter: Tensor) -> bool:
-    """Whether a hook steps those optimizers; without (``register_hook=False``, or in DDP) something else does."""
-    # Imported by whoever gave the parameter an optimizer; its import warns of torch.jit.
-    from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
-
-    handles: Mapping[Tensor, Sequence[RemovableHandle]] = param_to_optim_hook_handle_map
-    return any(handle.id in (handle.hooks_dict_ref() or ()) for handle in handles.get(parameter, ()))
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

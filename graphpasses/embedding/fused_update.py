@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from graphpasses._torch.module_hooks import have_hooks
+from graphpasses._torch.module_hooks import have_hooks, hooks_in_backward
 from graphpasses._torch.optimizers import (
     has_step_hooks,
     optimizers_in_backward,
-    steps_in_backward,
 )
 from graphpasses.embedding.arena import Arena
 from graphpasses.fbgemm.names import ROWWISE_ADAGRAD
@@ -42,7 +41,7 @@ class FusedForm:
             return "no optimizer runs in its backward"
         if len(optimizers) > 1:
             return f"{len(optimizers)} optimizers run in its backward"
-        if not steps_in_backward(table):
+        if not hooks_in_backward(table):
             return "no hook steps its optimizer in backward"
         form = cls.of_options(type(optimizers[0]), optimizers[0].param_groups[0])
         if isinstance(form, cls) and has_step_hooks(optimizers[0]):

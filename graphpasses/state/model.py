@@ -21,10 +21,11 @@ from graphpasses._torch.module_hooks import (
     guard_of,
     hook_dicts,
     hook_ids,
+    hooks_in_backward,
     parts_of,
     unsaved_buffers,
 )
-from graphpasses._torch.optimizers import optimizers_in_backward, steps_in_backward
+from graphpasses._torch.optimizers import optimizers_in_backward
 from graphpasses._torch.schemas import is_tensor_subclass
 from graphpasses._torchtitan import wrapped_class
 from graphpasses.errors import CaptureError
@@ -245,7 +246,7 @@ def check_gradient_hooks(fqn: str, parameter: torch.Tensor) -> None:
 
 
 def _waits_untraced(parameter: torch.Tensor) -> bool:
-    if optimizers_in_backward(parameter) and not steps_in_backward(parameter):
+    if optimizers_in_backward(parameter) and not hooks_in_backward(parameter):
         return True
     return is_tensor_subclass(parameter) and bool(gradient_hooks(parameter))
 

@@ -7,11 +7,10 @@ import warnings
 import torch
 from torch import nn
 
-from graphpasses._torch.module_hooks import have_hooks
+from graphpasses._torch.module_hooks import have_hooks, hooks_in_backward
 from graphpasses._torch.optimizers import (
     has_step_hooks,
     optimizers_in_backward,
-    steps_in_backward,
 )
 
 with warnings.catch_warnings():
@@ -23,15 +22,15 @@ with warnings.catch_warnings():
 def test_optimizers_and_who_steps_them() -> None:
     parameter = nn.Parameter(torch.ones(2))
     assert optimizers_in_backward(parameter) == ()
-    assert not steps_in_backward(parameter)
+    assert not hooks_in_backward(parameter)
     apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 0.1}, register_hook=False)
-    assert not steps_in_backward(parameter)
+    assert not hooks_in_backward(parameter)
     apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 0.1})
     assert [type(optimizer) for optimizer in optimizers_in_backward(parameter)] == [torch.optim.SGD] * 2
-    assert steps_in_backward(parameter)
+    assert hooks_in_backward(parameter)
     for handle in param_to_optim_hook_handle_map[parameter]:  # as DistributedDataParallel does
         handle.remove()
-    assert not steps_in_backward(parameter)
+    assert not hooks_in_backward(parameter)
 
 
 def test_hooks() -> None:
