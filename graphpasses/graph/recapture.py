@@ -90,7 +90,7 @@ class GuardedCache:
             self._is_guarded = not self._consensus.all_ranks([not _is_guarded(self.steps[0])])[0]
         changed, tensors = _look(self._last, given)
         if changed is None and not self._is_guarded:
-            if (different := self._difference(self._last, batch, given)) is None:
+            if (different := self._decided(self._last, batch, given)) is None:
                 return self._last, tensors, given
             if self.groups:
                 changed = CaptureError(f"{different}; capture a step for each of these cases, or give clones")
@@ -110,22 +110,27 @@ class GuardedCache:
             self._capture_for(batch, changed, next(filter(None, differences), _ELSEWHERE))
         return self._last, self._last.look(given), given
 
-    def _difference(
-        self, step: Step, batch: tuple[Any, ...], given: Sequence[Any], *, looks: bool = False
-    ) -> str | None:
-        """Says why a step is not for a batch; of what it has built in only if it ``looks``, or the rest fits."""
-        changed = _look(step, given)[0] if looks else None
+    def _difference(self, step: Step, batch: tuple[Any, ...], given: Sequence[Any], *, looks: bool) -> str | None:
+        """Says why a step is not for a batch; what it has built in is looked at first if it ``looks``, else last."""
+
+        def looked() -> str | None:
+            error, _ = _look(step, given)
+            return None if error is None else str(error)
+
+        if looks:
+            return looked() or self._decided(step, batch, given)
+        return self._decided(step, batch, given) or (None if step is self._last else looked())
+
+    def _decided(self, step: Step, batch: tuple[Any, ...], given: Sequence[Any]) -> str | None:
+        """Says what is decided otherwise than in a step."""
         structure = step.batch_structure
-        found = (
-            str(changed) if changed else structure.sameness_difference(same_leaves(given), structure.shared_in(batch))
-        )
+        found: str | None = structure.sameness_difference(same_leaves(given), structure.shared_in(batch))
         if found is None and step.guards is not None:
             with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
                 found = step.guards.difference(step.value_of(given))
         if found is None and step.update is not None and not self._first.waits:
             found = step.update.difference()
-        changed = _look(step, given)[0] if found is None and step is not self._last and not looks else None
-        return str(changed) if changed else found
+        return found
 
     def _capture_for(self, batch: tuple[Any, ...], changed: CaptureError | None, difference: str) -> None:
         """Captures a step for what ``changed``, or else for a ``difference``."""
