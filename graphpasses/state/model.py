@@ -1,7 +1,4 @@
-"""The structure of a model that a step has built in: its modules, which tensors there are, ties, what is trained.
-
-Whether it is as a step saw it last is asked of what Python and torch know of writes, not of each value.
-"""
+"""The structure of a model that a step has built in: its modules, which tensors there are, ties, what is trained."""
 
 from __future__ import annotations
 
@@ -9,20 +6,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from operator import is_
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
 
 from graphpasses._torch.module_hooks import (
-    dict_versions,
     gradient_hook_ids,
     gradient_hooks,
-    guard_of,
     hook_dicts,
     hook_ids,
     hooks_in_backward,
-    parts_of,
     unsaved_buffers,
 )
 from graphpasses._torch.optimizers import optimizers_in_backward
@@ -173,51 +167,6 @@ class ModelStructure:
 
     def _name(self, slot: int) -> str:
         return next(fqn for fqn, other in self.slots.items() if other == slot)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Unwritten:
-    """A model as it was seen last: all that counts of it stands in dicts, or in tensors of a kind."""
-
-    modules: list[nn.Module]
-    kinds: list[type]  # their classes
-    states: list[dict[str, Any]]  # their ``__dict__``
-    own: list[dict[str, torch.Tensor | None]]  # of their parameters and buffers, in order
-    empty: list[dict[Any, Any]]  # other dicts of modules and tensors, in which nothing was
-    filled: list[dict[Any, Any]]  # all others
-    versions: list[int]  # their versions
-    fits: Callable[..., bool]  # whether tensors are of the kinds that they were
-    hooks: tuple[tuple[int, ...], ...]  # that wait for their gradients
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Self | None:
-        """Sees a model as it is, which is checked afterwards; None where torch has no such guard."""
-        modules = [*model.modules()]
-        states = [*map(vars, modules)]
-        parts = [*map(parts_of, states)]
-        own = [each for parameters, buffers, *_ in parts for each in (parameters, buffers) if each]
-        tensors = [tensor for each in own for tensor in each.values() if tensor is not None]
-        dicts = [*states, *chain.from_iterable(parts), *map(vars, tensors)]
-        if not all(isinstance(each, dict) for each in dicts) or (fits := guard_of(tensors)) is None:
-            return None
-        filled = [each for each in dicts if each]
-        empty, versions = [each for each in dicts if not each], dict_versions(filled)
-        hooks = gradient_hook_ids(tensors)
-        return cls(modules, [*map(type, modules)], states, own, empty, filled, versions, fits, hooks)
-
-    def tensors(self, model: nn.Module) -> list[torch.Tensor | None] | None:
-        """Returns the model's tensors, by slot; None if something was written, be it what it was."""
-        if (
-            model is not self.modules[0]
-            or any(self.empty)
-            or not all(map(is_, map(type, self.modules), self.kinds))
-            or not all(map(is_, map(vars, self.modules), self.states))
-            or dict_versions(self.filled) != self.versions
-        ):
-            return None
-        tensors = [*chain.from_iterable(map(dict.values, self.own))]
-        there = [tensor for tensor in tensors if tensor is not None]
-        return tensors if self.fits(*there) and gradient_hook_ids(there) == self.hooks else None
 
 
 def is_trained(tensor: torch.Tensor) -> bool:

@@ -19,8 +19,9 @@ from graphpasses.errors import CaptureError
 from graphpasses.identity import named_state
 from graphpasses.state.counted import Place, changed_numbers, is_countable
 from graphpasses.state.keys import TensorFacts
-from graphpasses.state.model import ModelStructure, Unwritten
+from graphpasses.state.model import ModelStructure
 from graphpasses.state.slots import AGAIN, Asked, Owner
+from graphpasses.state.unwritten import Unwritten
 
 _SINCE = " when the step was captured"
 _HELD = "loss_fn also reads it by a variable of its own"
@@ -73,21 +74,21 @@ class Snapshot:
     def check(self, model: nn.Module) -> list[torch.Tensor | None]:
         """Returns the model's tensors, by slot; raises, and names it, if something is not what it was."""
         tensors = None if self._seen is None else self._seen.tensors(model)
-        is_of = True
-        if tensors is None:
-            seen, self._seen = Unwritten.of(model), None
+        if tensors is not None and self._seen is not None:
+            _refuse(self._seen.owners)
+        else:
+            seen, self._seen = Unwritten.of(model, self.attributes), None
             tensors = self.structure.check(model)
             if (fqn := find_replaced(fsdp_groups(model))) is not None:
                 raise CaptureError(_REPLACED.format(fqn))
             for fqn, tensor in self.structure.named(tensors, self.held).items():
                 if tensor is not self.held[fqn]:
                     raise CaptureError(f"{fqn!r} was replaced since the step was captured, and {_HELD}; {AGAIN}")
-            if is_of := self.structure.is_of(model):
+            if self.structure.is_of(model):
+                _refuse(self.attributes)
                 self._seen = seen
-        if is_of:
-            _refuse(self.attributes)
-        else:  # a module was replaced by one that is alike, but for what forward read of it
-            self.for_model(model, {})
+            else:  # a module was replaced by one that is alike, but for what forward read of it
+                self.for_model(model, {})
         _refuse((*self.settings, *self.tensors))
         _refuse(self.names, _IN_BATCH)
         return tensors

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from graphpasses.state.model import Unwritten
 from graphpasses.state.slots import Owner
+from graphpasses.state.unwritten import Unwritten
 
 
 class Config:
@@ -33,8 +33,8 @@ def owners_of(model: nn.Module, config: Config) -> tuple[Owner, ...]:
     return owners
 
 
-def seen(model: nn.Module) -> Unwritten:
-    found = Unwritten.of(model)
+def seen(model: nn.Module, owners: Iterable[Owner] = ()) -> Unwritten:
+    found = Unwritten.of(model, owners)
     assert found is not None
     return found
 
@@ -70,11 +70,11 @@ WRITES: dict[str, Callable[[Any, Any], object]] = {
 @pytest.mark.parametrize("write", WRITES.values(), ids=[*WRITES])
 def test_a_write_is_seen(write: Callable[[Any, Any], object]) -> None:
     model, config = model_and_config()
-    before, owners = seen(model), owners_of(model, config)
+    before = seen(model, owners_of(model, config))
     assert before.tensors(model) is not None
-    assert not any(owner.difference() for owner in owners)
+    assert not any(owner.difference() for owner in before.owners)
     write(model, config)
-    assert before.tensors(model) is None or any(owner.difference() for owner in owners)
+    assert before.tensors(model) is None or any(owner.difference() for owner in before.owners)
 
 
 @pytest.mark.parametrize("name", ["scale", "scaled"])
@@ -82,6 +82,74 @@ def test_an_attribute_of_a_class(monkeypatch: pytest.MonkeyPatch, name: str) -> 
     owners = owners_of(*model_and_config())
     monkeypatch.setattr(Config, name, abs)
     assert any(owner.difference() for owner in owners)
+
+
+class Scaled(nn.Module):
+    scale = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.power, self.sizes, self.pair = 1, [2, 3], (2, 3)
+
+    @property
+    def first(self) -> int:
+        return self.sizes[0]
+
+    def scaled(self, value: float) -> float:
+        return self.scale * value
+
+    @staticmethod
+    def twice(value: float) -> float:
+        return 2 * value
+
+
+BY_THEMSELVES = ("power", "pair", "scale", "scaled")  # where dict and class are as they were, so are these
+
+
+def scaled_and_seen() -> tuple[Scaled, Unwritten]:
+    model = Scaled()
+    owner = Owner(model, "model")
+    for name in (*BY_THEMSELVES, "sizes", "first", "twice", "absent"):
+        owner.add(name)
+    return model, seen(model, [owner])
+
+
+def test_what_dicts_and_classes_say_is_not_asked_again() -> None:
+    model, before = scaled_and_seen()
+    assert before.tensors(model) is not None
+    asked = {owner.path: [*owner.slots] for owner in before.owners}
+    assert asked == {"model": ["sizes", "first", "twice", "absent"]}
+
+
+@pytest.mark.parametrize("name", BY_THEMSELVES)
+def test_what_is_not_asked_again_is_written(name: str) -> None:
+    model, before = scaled_and_seen()
+    setattr(model, name, abs)
+    assert before.tensors(model) is None
+
+
+@pytest.mark.parametrize("name", ["scale", "scaled"])
+def test_what_stands_in_a_class_is_written(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    model, before = scaled_and_seen()
+    monkeypatch.setattr(Scaled, name, abs)
+    assert before.tensors(model) is None
+
+
+def test_a_class_gets_what_hides_an_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, before = scaled_and_seen()
+    monkeypatch.setattr(Scaled, "power", property(lambda module: 3), raising=False)
+    assert model.power == 3
+    assert before.tensors(model) is None
+
+
+def test_a_class_that_answers_itself_is_asked_each_time() -> None:
+    class Answering(Scaled):
+        def __getattribute__(self, name: str) -> object:
+            return super().__getattribute__(name)
+
+    owner = Owner(model := Answering())
+    owner.add("power")
+    assert [[*each.slots] for each in seen(model, [owner]).owners] == [["power"]]
 
 
 def test_what_a_step_writes_is_none() -> None:
