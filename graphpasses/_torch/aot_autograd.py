@@ -273,12 +273,6 @@ def boxed(run: Compiled) -> Compiled:
     return run
 
 
-def backward_node(outputs: Sequence[Any]) -> Any:
-    """Returns the node of autograd that runs a compiled graph's backward; None if no output says which it is."""
-    nodes = (getattr(output, "grad_fn", None) for output in outputs)
-    return next((node for node in nodes if type(node).__name__ == "CompiledFunctionBackward"), None)
-
-
 _ADDED: dict[int, dict[Any, Tensor | None]] = {}
 
 

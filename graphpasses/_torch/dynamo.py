@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx
@@ -19,6 +20,7 @@ from torch._dynamo.exc import InternalTorchDynamoError as InternalTorchDynamoErr
 from torch._dynamo.exc import SkipFrame, unimplemented
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.utils import graph_break_reasons
+from torch._dynamo.variables import TensorVariable
 
 
 def live_inputs(module: fx.GraphModule) -> list[tuple[str, Any]]:
@@ -102,6 +104,21 @@ def graphs_uncut() -> Iterator[None]:
         yield
     finally:
         undo()
+
+
+@contextmanager
+def attributes_in_graphs() -> Iterator[None]:
+    """Lets a graph return the views that are attributes of its inputs (``x.T``): Dynamo reads them after the call."""
+    read = TensorVariable.var_getattr
+
+    def var_getattr(self: Any, tx: Any, name: str) -> Any:
+        found = read(self, tx, name)
+        if isinstance(found, TensorVariable) and found.as_proxy().node.target is getattr:
+            found.source = None  # by which it would be read
+        return found
+
+    with mock.patch.object(TensorVariable, "var_getattr", var_getattr):
+        yield
 
 
 def read_size(sizes: Tensor, index: int) -> int:

@@ -96,3 +96,17 @@ def is_cast(node: fx.Node) -> bool:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
     tensors = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.is_floating_point())
     return any(casts_in(target, args, kwargs, each) for each in tensors)
+
+
+def backward_node(outputs: Sequence[Any], inputs: Sequence[Any]) -> Any:
+    """Returns the node of autograd that runs a compiled graph's backward; None if no output comes from it.
+
+    Of a view of what the graph computes it is behind the view's own node; those of its inputs are other graphs'.
+    """
+    others = {each.grad_fn for each in inputs if isinstance(each, Tensor)}
+    for node in (each.grad_fn for each in outputs if isinstance(each, Tensor)):
+        while node is not None and node not in others:
+            if type(node).__name__ == "CompiledFunctionBackward":
+                return node
+            node = node.next_functions[0][0] if node.next_functions else None
+    return None

@@ -15,9 +15,15 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from graphpasses._torch.aot_autograd import added_in_this_backward, backward_node, boxed
+from graphpasses._torch.aot_autograd import added_in_this_backward, boxed
 from graphpasses._torch.aot_values import adds_gradients, describe_input, described_outputs
-from graphpasses._torch.surroundings import after_this_backward, changes_gradient, goes_on_to, never_compiled
+from graphpasses._torch.surroundings import (
+    after_this_backward,
+    backward_node,
+    changes_gradient,
+    goes_on_to,
+    never_compiled,
+)
 from graphpasses.analysis.effects import has_gradient, reached_outputs
 from graphpasses.capture.autocast_casts import autocasts_around
 from graphpasses.capture.late_updates import Compile, Compiled, compile_whole
@@ -219,7 +225,7 @@ class CompiledGradients:
 
         Where the loss does not depend on an output, AOTAutograd gives zeros to what that output alone comes from.
         """
-        if (node := backward_node(outputs)) is None:
+        if (node := backward_node(outputs, inputs)) is None:
             return
         if triggers := [get_gradient_edge(inputs[index]) for index in self.triggers if inputs[index].requires_grad]:
             node.register_prehook(partial(_check_tables_reached, triggers))

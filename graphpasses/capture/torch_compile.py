@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from graphpasses._torch.aot_autograd import Stages, compile_aot_eager, compile_inductor, operators_of_eager
 from graphpasses._torch.compile_backend import Backend
-from graphpasses._torch.dynamo import guard_condition
+from graphpasses._torch.dynamo import attributes_in_graphs, guard_condition
 from graphpasses._torch.fake_mode import strides_of_kernels
 from graphpasses._torch.module_hooks import global_hook_ids, hook_ids
 from graphpasses._torch.symbols import UNDECIDED
@@ -31,6 +31,7 @@ from graphpasses.capture.compiled_gradients import CompiledGradients, copy_held,
 from graphpasses.capture.compiled_graphs import read_aot_graph, read_model_graph
 from graphpasses.capture.formulas import give_eagers_formulas
 from graphpasses.capture.late_updates import LateUpdates, compile_whole
+from graphpasses.capture.returned_views import ReturnedViews, take_views_out
 from graphpasses.capture.traced_strides import runner
 from graphpasses.embedding.backward_checks import check_lookups
 from graphpasses.embedding.torchrec.fake_kernels import fake_kernels_if_loaded
@@ -115,6 +116,7 @@ def _while_tracing() -> Iterator[None]:
     with fake_kernels_if_loaded(), ExitStack() as stack:
         if call is not None and call.options.keeps_bits:
             stack.enter_context(strides_of_kernels())
+            stack.enter_context(attributes_in_graphs())
             stack.enter_context(operators_of_eager(call.report.note))
         yield
 
@@ -147,8 +149,11 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
     captured = read_model_graph(module, model, remembered, running().place)
     communicates = any(map(launches_collective, captured.graph.nodes))
     check_lookups(captured)
+    views = ReturnedViews()
     if keeps_bits:
         check_added_one_by_one(captured)
+        captured, views = take_views_out(captured)
+        inputs = [*inputs, *views.fakes]
     rewritten = run(captured)
     kept = [
         index
@@ -171,8 +176,8 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
     )
     gradients = CompiledGradients.of(rewritten, keeps_bits=keeps_bits, reduced=of.reduces_gradients)
     around = autocasts_around()
-    if keeps_bits and (views := find_views_returned(rewritten)) is not None:
-        report.warn(views)
+    if keeps_bits and (several := find_views_returned(rewritten)) is not None:
+        report.warn(several)
 
     def rewrite(stage: Stage, gm: fx.GraphModule) -> Callable[[fx.GraphModule], fx.GraphModule] | None:
         graph = read(gm, stage)
@@ -222,6 +227,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
             running().place += 1
         for check in checks:
             check()
+        values = whole = (*values, *views.make(*values))
         for check_inputs in input_checks:
             check_inputs(values)
         if cast_names:
@@ -231,6 +237,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
         given_apart, taken = gradients.uses.use(values)
         outputs = compiled(*given_apart)
         gradients.follow(outputs, given_apart, taken)
+        outputs = views.among(outputs, whole)
         return _checked(outputs, backward_checks) if backward_checks else outputs
 
     return call

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import graphpasses
-from graphpasses.errors import FidelityError, UnsupportedError
+from graphpasses.errors import UnsupportedError
 
 pytestmark = [
     pytest.mark.slow,
@@ -127,51 +126,6 @@ def test_hooks_get_the_sum_of_all_uses() -> None:
         return regularised(call, x)
 
     assert same(compiled(hooked, num_uses=2), eager(hooked, num_uses=2))
-
-
-Uses = Callable[[Tensor], tuple[Tensor, ...]]
-
-
-class Broken(nn.Module):
-    """Uses an activation in three graphs, in the second as ``uses`` does."""
-
-    def __init__(self, uses: Uses) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.head, self.uses = nn.Linear(8, 8), nn.Linear(8, 8), uses
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.body(x).sin()
-        torch._dynamo.graph_break()
-        used = self.uses(h)
-        torch._dynamo.graph_break()
-        return sum(each.sum() for each in used) * 0.3 + self.head(h).square().sum() + (h * 0.7).sum()
-
-
-@pytest.mark.parametrize(
-    "uses",
-    [
-        lambda h: (h.exp() * h, h.cos()),
-        lambda h: (nn.functional.rms_norm(h, (8,)),),  # an operator that reads it several times
-        lambda h: (nn.functional.cosine_similarity(h, h.flip(0)),),
-        lambda h: (checkpoint(lambda x: x.exp() * x, h, use_reentrant=False),),
-    ],
-)
-def test_uses_in_several_graphs_are_added_one_by_one(uses: Uses) -> None:
-    def trained(compile_model: Callable[[nn.Module], Any]) -> dict[str, Tensor | None]:
-        model = Broken(uses)
-        return gradients(model, compile_model(model), lambda call, x: call(x.repeat(1, 2)))
-
-    theirs = trained(lambda model: model)
-    assert same(trained(partial(graphpasses.compile, inner="aot_eager")), theirs)
-    assert not same(trained(partial(torch.compile, backend="aot_eager")), theirs)
-
-
-@pytest.mark.parametrize("uses", [lambda h: (h.t(), h.exp()), lambda h: (h.t(), h.exp() * h)])
-def test_uses_beside_a_view_that_a_graph_returns_are_refused(uses: Uses) -> None:
-    model = Broken(uses)
-    with pytest.raises(FidelityError, match=r"all uses of 'h' one by one"):
-        gradients(model, graphpasses.compile(model, inner="aot_eager"), lambda call, x: call(x.repeat(1, 2)))
 
 
 def test_a_backward_that_does_not_reach_a_parameter_leaves_nothing_behind() -> None:
