@@ -46,7 +46,7 @@ def find_views_returned(graph: DynamoGraph) -> str | None:
     places: dict[Any, dict[fx.Node, int]] = defaultdict(dict)
     for place, node in enumerate(output.args[0]):  # type: ignore[arg-type]
         if isinstance(node, fx.Node) and has_gradient(node):
-            for memory in storages(node) - storages(*graph.placeholders):
+            for memory in storages(node):
                 places[memory].setdefault(node, place)
     for memory, each in places.items():
         if len(set(map(_made_by, each))) < 2:

@@ -103,7 +103,7 @@ def _views_of(
 ) -> dict[fx.Node, fx.Node]:
     """Returns what :func:`_find` does of one input, whose memory nodes have; ``stays`` can be made before the graph.
 
-    Eager adds gradients from the last use to the first: no other use may come before a view, else it is left.
+    Eager adds gradients from the last use to the first: a view that is made behind another use is left.
     """
     firsts: dict[int, fx.Node] = {}
     first = {node: firsts.setdefault(id(node.meta["val"]), node) for node in of_input}
@@ -113,15 +113,15 @@ def _views_of(
             views.add(node)
             parts = () if isinstance(node.meta["val"], torch.Tensor) else node.users
             pending += [first.get(each, each) for each in (*node.all_input_nodes, *parts)]
-    users = ((first[node], user) for node in of_input for user in node.users if has_gradient(user))
     uses: dict[fx.Node, fx.Node] = {}  # by what is used, the first use
-    for source, user in users:
-        if first.get(user) is not source and first.get(user) not in views:
-            uses[source] = min(user, uses.get(source, user))
-    is_early = all(
-        view in stays
-        and view in first
-        and not (has_gradient(view) and any(uses.get(source, view) < view for source in view.all_input_nodes))
-        for view in views
-    )
-    return {node: each for node, each in first.items() if each is given or (is_early and each in views)}
+    for node in of_input:
+        for user in node.users:
+            if has_gradient(user) and first.get(user) is not first[node] and first.get(user) not in views:
+                uses[first[node]] = min(user, uses.get(first[node], user))
+    early = {given}
+    for view in sorted(views):
+        sources = [first.get(each, each) for each in view.all_input_nodes]
+        is_first = not has_gradient(view) or not any(uses.get(each, view) < view for each in sources)
+        if is_first and view in stays and all(each in early or each.op == "placeholder" for each in sources):
+            early.add(view)
+    return {node: each for node, each in first.items() if each in early}
