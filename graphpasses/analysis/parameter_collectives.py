@@ -41,14 +41,8 @@ ADD_IN_PLACE = aten.add_.Tensor
 _BEFORE_ALL_GATHER = frozenset({CAST, aten.constant_pad_nd.default, aten.view.default})
 _PACK_OPS = _BEFORE_ALL_GATHER | {aten.cat.default, aten.reshape.default, aten.view.dtype}
 # An unshard copies a parameter's bytes: casts, padding, packing, the gather, and what undoes them.
-UNSHARD_OPS = _PACK_OPS | {
-    ALL_GATHER,
-    WAIT,
-    aten.slice.Tensor,
-    aten.split.Tensor,
-    aten.split_with_sizes_copy.default,
-    operator.getitem,
-}
+_UNPACK_OPS = {aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes_copy.default, operator.getitem}
+UNSHARD_OPS = _PACK_OPS | {ALL_GATHER, WAIT} | _UNPACK_OPS
 # What stands between a reduction's wait and the gradient output.
 AFTER_REDUCTION = frozenset({CAST, aten.slice.Tensor, aten.view.default, aten.reshape.default, *SAME_TENSOR_OPS})
 

@@ -97,9 +97,6 @@ class Calls(Memory):
         ]
         return "in memory", key, tuple(memory)
 
-    def _number_and_strides(self, node: fx.Node) -> Hashable:
-        return self._numbers(self._read(node), self._facts.layout(node))
-
     def _plain(self, target: Any, args: Any, kwargs: Any) -> Call:
         """Returns the arguments of a call as all that mean the same have them."""
         first = self._facts.places[args[0]] if args and isinstance(args[0], fx.Node) else []

@@ -17,16 +17,9 @@ from graphpasses.proof.terms import KINDS, Term
 
 # What passes make of other calls, or what a user's do, may have the same bits for reasons that no rule knows.
 _FOLLOWED = (
-    "aten.",
-    "_c10d_functional.",
-    "prims.",
-    "torch.",
-    "_operator.",
-    f"{FBGEMM}.split_embedding",
-    "graphpasses.pack_all_to_all.",
-    "graphpasses.unpack_all_to_all.",
-    "graphpasses.pack_bags.",
-)
+    "aten.", "_c10d_functional.", "prims.", "torch.", "_operator.", f"{FBGEMM}.split_embedding",
+    "graphpasses.pack_all_to_all.", "graphpasses.unpack_all_to_all.", "graphpasses.pack_bags.",
+)  # fmt: skip
 _ALL_TO_ALL = "_c10d_functional.all_to_all_single.default"
 
 

@@ -253,7 +253,7 @@ class Evaluation(Arrivals):
         given_args, given_kwargs = self._arguments(node)
         writes = written_inputs(node)
         # What is sent from where it lies is sent in the order of its memory; of others a contiguous copy is.
-        read = self._number_and_strides if writes else self._number
+        read = self._argument if writes else self._number
         args, kwargs = evaluated((given_args, given_kwargs), read)
         key = ("collective", str(node.target), freeze(args), freeze(kwargs))
         fake = self._facts[node]

@@ -23,15 +23,10 @@ from graphpasses.passes.runner import GraphPass, Numerics
 
 aten = torch.ops.aten
 
-_UNINITIALIZED = frozenset(
-    {
-        aten.empty.memory_format,
-        aten.empty_like.default,
-        aten.empty_strided.default,
-        aten.new_empty.default,
-        aten.new_empty_strided.default,
-    }
-)
+_UNINITIALIZED = (
+    aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default,
+    aten.new_empty_strided.default,
+)  # fmt: skip
 
 
 def _called(node: fx.Node) -> str:

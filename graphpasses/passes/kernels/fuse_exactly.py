@@ -149,21 +149,11 @@ class FuseExactly(GraphPass):
     name = "fuse-exactly"
     numerics = Numerics.BITWISE
     stages = frozenset({Stage.STEP, Stage.JOINT, Stage.FORWARD, Stage.BACKWARD})
-    runs_after = frozenset(
-        {
-            "deduplicate-shared",
-            "coalesce-grad-reductions",
-            "bucket-fsdp-collectives",
-            "canonical-reductions",
-            "reshard-after-forward",
-            "prefetch-collectives",
-            "schedule-collectives",
-            "fuse-table-updates",
-            "update-in-backward",
-            "overlap-all-to-all",
-            "reinplace-tbe-updates",
-        }
-    )
+    runs_after = frozenset({
+        "deduplicate-shared", "coalesce-grad-reductions", "bucket-fsdp-collectives", "canonical-reductions",
+        "reshard-after-forward", "prefetch-collectives", "schedule-collectives", "fuse-table-updates",
+        "update-in-backward", "overlap-all-to-all", "reinplace-tbe-updates",
+    })  # fmt: skip
 
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place, but for a joint one, whose halves are; returns the number of kernels."""
