@@ -219,9 +219,8 @@ def _add_inputs(graph: TrainGraph, update: Update, stored: Nodes, gradients: Nod
 class UpdateInBackward(GraphPass):
     """Updates each parameter as soon as its gradient is there.
 
-    A step that was captured with an optimizer runs the update after its graph, when all gradients are there. Each
-    parameter's part of it moves to where its gradient is there and nothing reads the parameter any more. A step that
-    runs does not return gradients then, which are dead once they are used::
+    Of the update, which runs after the graph, each parameter's part moves to where its gradient is there and nothing
+    reads the parameter any more. A step that runs does not return gradients then, which are dead once used::
 
           weight = parameter('weight')  # f32[2, 2]
           batch_0 = batch('batch[0]')  # f32[3, 2]
@@ -241,8 +240,7 @@ class UpdateInBackward(GraphPass):
           return sum, t_3  # loss, gradient of weight
 
     Lists of parameters are cut: what an operator does with an element of its lists does not depend on the others. A
-    step that clips stays as it is, for clipping needs all gradients; as does one whose update needs several
-    parameters at once, or writes gradients.
+    step stays as it is that clips, or whose update needs several parameters at once, or writes gradients.
 
     Args:
         num_bytes: parameters are updated together, in the order in which their gradients come, once these are as
