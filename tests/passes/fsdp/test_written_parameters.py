@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from graphpasses.passes import (
     PrefetchCollectives,
     ReshardAfterForward,
     ScheduleCollectives,
+    default_pipeline,
 )
 from graphpasses.passes.runner import GraphPass, Pipeline
 
@@ -84,3 +86,43 @@ def test_a_note_names_what_a_bucket_leaves_out() -> None:
     with fake_process_group(2):
         (report,) = Pipeline((BucketFSDPCollectives(PLAN),)).run(capture(writes_shards)).report.passes
         assert "written by this step, keep their own all-gathers: 0.weight, 1.weight, 2.weight" in report.notes
+
+
+@torch.library.custom_op("written_tests::product", mutates_args=("out",))
+def product(out: Tensor, x: Tensor, y: Tensor) -> None:
+    """Writes a product, as kernels of users do, and returns none."""
+    out.copy_(x @ y)
+
+
+@product.register_fake
+def _(out: Tensor, x: Tensor, y: Tensor) -> None:
+    return None
+
+
+class Product(torch.autograd.Function):
+    """A linear layer whose backward's kernel writes into memory that it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight = torch.empty_like(x), torch.empty_like(weight)
+        product(of_x, gradient, weight)
+        product(of_weight, gradient.t(), x)
+        return of_x, of_weight
+
+
+def test_kernels_that_return_nothing_read_what_passes_gather_again() -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        for layer in model:
+            x = Product.apply(x, layer.weight)
+        return x.square().sum()
+
+    with fake_process_group(2):
+        step = capture(loss_fn)
+        rewritten = default_pipeline(BucketPlan.from_modules([["0"], ["1"], ["2"]])).run(step)
+        assert rewritten.report["reshard-after-forward"].num_rewrites == 3
