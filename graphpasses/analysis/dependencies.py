@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from itertools import pairwise
 from typing import TypeVar
@@ -22,13 +21,6 @@ T = TypeVar("T", bound=Hashable)
 # What calls read and write beside the memory of values.
 _HIDDEN_STATE = "hidden state"
 _CONTEXT = "context"
-
-
-@dataclass(frozen=True)
-class _Gradient:
-    """The sum of the gradients of a value."""
-
-    value: fx.Node
 
 
 def dependencies(
@@ -92,7 +84,7 @@ class _Memory:
 
     def written_by(self, effects: Effects) -> set[object]:
         keys = {self._find(value) for value in effects.writes if value in self._tensors}
-        keys.update(map(_Gradient, effects.gradients))
+        keys.update(("gradient", value) for value in effects.gradients)
         keys.update([_HIDDEN_STATE] if effects.has_hidden_state else [])
         keys.update([_CONTEXT] if effects.changes_context else [])
         return keys

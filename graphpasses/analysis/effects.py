@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphpasses._torch import pytree
 from graphpasses._torch.schemas import (
@@ -128,6 +129,11 @@ def is_written(node: fx.Node) -> bool:
 
     values = reach([node], lambda value: [user for user in calls(value) if value in _shared_inputs(user)])
     return any(value in written_inputs(user) for value in values for user in calls(value))
+
+
+def written_memory(graph: fx.Graph) -> set[StorageWeakRef]:
+    """Returns the memory that calls of a graph may write in place."""
+    return storages(*(each for node in graph.nodes for each in written_inputs(node)))
 
 
 def names_written(node: fx.Node) -> frozenset[str]:

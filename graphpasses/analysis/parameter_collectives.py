@@ -12,7 +12,7 @@ FSDP's. As traced from SimpleFSDP (torch.distributed.tensor._redistribute), with
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -22,8 +22,9 @@ from torch import fx
 from graphpasses._torch.gloo import ALL_GATHER
 from graphpasses._torch.group_ranks import named_group_ranks
 from graphpasses.analysis.backward import is_backward
+from graphpasses.analysis.effects import written_memory
 from graphpasses.graph import WAIT, TrainGraph, argument, wait_of
-from graphpasses.graph.nodes import SAME_TENSOR_OPS, reach
+from graphpasses.graph.nodes import SAME_TENSOR_OPS, reach, storages
 from graphpasses.graph.parameters import ParameterInfo
 from graphpasses.ops.reduce_in_tree import ALL_REDUCE_IN_TREE, REDUCE_SCATTER_IN_TREE, is_tree_op
 
@@ -41,14 +42,8 @@ ADD_IN_PLACE = aten.add_.Tensor
 _BEFORE_ALL_GATHER = frozenset({CAST, aten.constant_pad_nd.default, aten.view.default})
 _PACK_OPS = _BEFORE_ALL_GATHER | {aten.cat.default, aten.reshape.default, aten.view.dtype}
 # An unshard copies a parameter's bytes: casts, padding, packing, the gather, and what undoes them.
-UNSHARD_OPS = _PACK_OPS | {
-    ALL_GATHER,
-    WAIT,
-    aten.slice.Tensor,
-    aten.split.Tensor,
-    aten.split_with_sizes_copy.default,
-    operator.getitem,
-}
+_UNPACK_OPS = {aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes_copy.default, operator.getitem}
+UNSHARD_OPS = _PACK_OPS | {ALL_GATHER, WAIT} | _UNPACK_OPS
 # What stands between a reduction's wait and the gradient output.
 AFTER_REDUCTION = frozenset({CAST, aten.slice.Tensor, aten.view.default, aten.reshape.default, *SAME_TENSOR_OPS})
 
@@ -134,6 +129,16 @@ def find_gathers(graph: TrainGraph) -> list[Gather]:
         for launch in launches
         if (gather := _gather(launch, fqn_of)) is not None
         and {collective_ranks(gather.all_gather)} == {graph.parameters[fqn].shard_ranks for fqn in gather.fqns}
+    ]
+
+
+def movable(graph: TrainGraph, gathers: Iterable[Gather]) -> list[Gather]:
+    """Returns those that bring the same whenever they are launched: no call writes what they send."""
+    written = written_memory(graph.graph)
+    return [
+        each
+        for each in gathers
+        if written.isdisjoint(storages(*(read for node in each.chain for read in node.all_input_nodes)))
     ]
 
 

@@ -22,22 +22,10 @@ from graphpasses.ops.size_tensor import SIZE_TENSOR
 
 aten = torch.ops.aten
 _MOVE_DATA = {
-    aten.view.default,
-    aten.reshape.default,
-    aten.permute.default,
-    aten.t.default,
-    aten.transpose.int,
-    aten.select.int,
-    aten.slice.Tensor,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.stack.default,
-    aten.cat.default,
-    aten.clone.default,
-    aten.lift_fresh_copy.default,
-    aten.alias.default,
-    PACK,
-}
+    aten.view.default, aten.reshape.default, aten.permute.default, aten.t.default, aten.transpose.int,
+    aten.select.int, aten.slice.Tensor, aten.unsqueeze.default, aten.squeeze.dim, aten.stack.default,
+    aten.cat.default, aten.clone.default, aten.lift_fresh_copy.default, aten.alias.default, PACK,
+}  # fmt: skip
 _MAX_NUMBERS = 1 << 16
 
 

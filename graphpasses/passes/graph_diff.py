@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import inspect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx
@@ -82,8 +82,8 @@ class _Side:
         return tuple(shown)
 
 
-def _places(kept: Sequence[tuple[int, int]], num_before: int, num_after: int) -> Iterator[tuple[slice, slice]]:
-    """Yields where lines changed, before and after; places with few lines between them that stayed are one."""
+def _places(kept: Sequence[tuple[int, int]], num_before: int, num_after: int) -> list[tuple[slice, slice]]:
+    """Returns where lines changed, before and after; places with few lines between them that stayed are one."""
     changed: list[tuple[slice, slice]] = []
     for (i, j), (next_i, next_j) in itertools.pairwise([(-1, -1), *kept, (num_before, num_after)]):
         if next_i - i == 1 and next_j - j == 1:
@@ -92,7 +92,7 @@ def _places(kept: Sequence[tuple[int, int]], num_before: int, num_after: int) ->
         if changed and start_before - changed[-1][0].stop <= 2 * _CONTEXT:
             start_before, start_after = (side.start for side in changed.pop())
         changed.append((slice(start_before, next_i), slice(start_after, next_j)))
-    yield from changed
+    return changed
 
 
 def _kept(before: Sequence[Line], after: Sequence[Line]) -> list[tuple[int, int]]:

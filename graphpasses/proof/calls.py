@@ -32,11 +32,10 @@ from graphpasses.proof.core.operators import RULES, out_of_place
 from graphpasses.proof.core.values import Argument, Result, Value
 from graphpasses.proof.core.views import View
 from graphpasses.proof.evaluated import Check
-from graphpasses.proof.lists import are_computed_apart
 from graphpasses.proof.rows import AXIOM as ROWS
 from graphpasses.proof.rows import ROW_BY_ROW, Made, RowValues, by_row, row_shape
 from graphpasses.proof.sizes import Sizes
-from graphpasses.proof.spelling import Call, evaluated, plain_call
+from graphpasses.proof.spelling import Call, are_computed_apart, evaluated, plain_call
 
 aten = torch.ops.aten
 
@@ -96,9 +95,6 @@ class Calls(Memory):
             for (root, view), each in held
         ]
         return "in memory", key, tuple(memory)
-
-    def _number_and_strides(self, node: fx.Node) -> Hashable:
-        return self._numbers(self._read(node), self._facts.layout(node))
 
     def _plain(self, target: Any, args: Any, kwargs: Any) -> Call:
         """Returns the arguments of a call as all that mean the same have them."""

@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from graphpasses._torch.schemas import schemas
 from graphpasses.analysis.effects import is_elementwise_on_lists
 from graphpasses.graph.nodes import attribute, collective_group, constant_bits
 from graphpasses.proof.core.values import Argument, Values
+from graphpasses.proof.difference import called
 from graphpasses.proof.real_memory import (
     MAX_ELEMENTS,
     CannotRunError,
@@ -155,7 +157,8 @@ class _Run:
                 pending += needed.args
                 continue
             except _REFUSALS as error:
-                made = CannotRunError(f"{_named(asked)}: {str(error).splitlines()[0]}")
+                name = called(what) if kind == "call" else kind
+                made = CannotRunError(f"{name}: {str(error).splitlines()[0]}")
                 made.__cause__ = error
                 if kind != "call":
                     raise made from error
@@ -288,8 +291,7 @@ class _Run:
         named = {keyword: self._thawed(value, rank) for keyword, value in kwargs}
         if isinstance(name, tuple):
             return self.functions[name[1]](*given, **named), [], None
-        namespace, packet, overload = name.split(".")
-        target = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+        target = attrgetter(name)(torch.ops)
         (schema,) = schemas(target)
         places = {argument.name: argument for argument in schema.arguments}
         arguments = {**dict(zip(places, given, strict=False)), **named}
@@ -349,11 +351,3 @@ class _Run:
         if kind is float:
             return float.fromhex(value)
         return torch.device("cpu") if kind is torch.device else value
-
-
-def _named(request: Request) -> str:
-    key = request[1]
-    while isinstance(key, tuple) and key and key[0] in ("drawn", "call"):
-        key = key[1]
-    key = key[0] if isinstance(key, tuple) and key else key  # a function's
-    return key if isinstance(key, str) else request[0]

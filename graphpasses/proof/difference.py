@@ -17,16 +17,9 @@ from graphpasses.proof.terms import KINDS, Term
 
 # What passes make of other calls, or what a user's do, may have the same bits for reasons that no rule knows.
 _FOLLOWED = (
-    "aten.",
-    "_c10d_functional.",
-    "prims.",
-    "torch.",
-    "_operator.",
-    f"{FBGEMM}.split_embedding",
-    "graphpasses.pack_all_to_all.",
-    "graphpasses.unpack_all_to_all.",
-    "graphpasses.pack_bags.",
-)
+    "aten.", "_c10d_functional.", "prims.", "torch.", "_operator.", f"{FBGEMM}.split_embedding",
+    "graphpasses.pack_all_to_all.", "graphpasses.unpack_all_to_all.", "graphpasses.pack_bags.",
+)  # fmt: skip
 _ALL_TO_ALL = "_c10d_functional.all_to_all_single.default"
 
 
@@ -169,19 +162,19 @@ def _keys(values: Values, a: Any, b: Any) -> _Leaf | tuple[Value, Value]:
         if a[1] != b[1]:
             return _keys(values, a[1], b[1])
         what = "random numbers were drawn" if a[0] == "drawn" else "calls with a state of their own were made"
-        return _Leaf(f"before {_called(a[1])} other {what}", _unknown(a, b))
+        return _Leaf(f"before {called(a[1])} other {what}", _unknown(a, b))
     if a[0] == b[0] == "written" and a[1] == b[1]:
         return _keys(values, a[2], b[2])
     if a[0] == b[0] and a[0] in ("call", "collective") and a[1] == b[1]:
         if a[1] == _ALL_TO_ALL and a[2][1:] != b[2][1:]:  # what ranks send may be cut otherwise
-            return _Leaf(f"{_called(a)} is given {_plain(b[2][1:])} instead of {_plain(a[2][1:])}", a[1])
+            return _Leaf(f"{called(a)} is given {_plain(b[2][1:])} instead of {_plain(a[2][1:])}", a[1])
         x, y = _first_unlike(a[2:], b[2:])
         if isinstance(x, Argument) and isinstance(y, Argument):
             if x.number != y.number:
                 return values[x.number], values[y.number]
-            return _Leaf(f"{_called(a)} reads a tensor {_layouts(x.layout, y.layout)}", _unknown(a, b))
-        return _Leaf(f"{_called(a)} is given {_plain(y)} instead of {_plain(x)}", _unknown(a, b))
-    return _Leaf(f"{_called(a)} became {_called(b)}", _unknown(a, b))
+            return _Leaf(f"{called(a)} reads a tensor {_layouts(x.layout, y.layout)}", _unknown(a, b))
+        return _Leaf(f"{called(a)} is given {_plain(y)} instead of {_plain(x)}", _unknown(a, b))
+    return _Leaf(f"{called(a)} became {called(b)}", _unknown(a, b))
 
 
 def _first_unlike(a: Any, b: Any) -> tuple[Any, Any]:
@@ -202,7 +195,7 @@ def _operator(values: Values, source: int) -> str:
         case "row":
             return _operator(values, key[1])
         case "result":
-            return _called(key[1])
+            return called(key[1])
         case "constant":
             return f"the constant {key[2]}"
         case "padding":
@@ -210,14 +203,15 @@ def _operator(values: Values, source: int) -> str:
     return str(key[0])
 
 
-def _called(key: Any) -> str:
+def called(key: Any) -> str:
+    """Returns what people call a call, from what its results depend on."""
     match key[0]:
         case "call" | "collective" | "input":
             return str(key[1] if isinstance(key[1], str) else key[1][0])
         case "drawn" | "hidden":
-            return _called(key[1])
+            return called(key[1])
         case "written":
-            return f"what {_called(key[2])} writes"
+            return f"what {called(key[2])} writes"
         case "part of memory" | "written in part":
             return "a part of memory that is written"
     return str(key[0])
@@ -231,7 +225,7 @@ def _unknown(*keys: Any) -> str:
     for key in keys:
         while key[0] in ("drawn", "hidden", "written"):
             key = key[2 if key[0] == "written" else 1]
-        name = _called(key)
+        name = called(key)
         is_followed = name.startswith(_FOLLOWED) and not name.startswith("torch.ops.")
         if key[0] == "call" and not is_followed and "." in name:  # else a method
             return name

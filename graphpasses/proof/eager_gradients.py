@@ -44,14 +44,8 @@ _NAMES: dict[str, Collective] = {
     str(REDUCE_SCATTER_IN_TREE): "reduce_scatter",
     str(ALL_REDUCE_IN_TREE): "all_reduce",
 }
-_WORDS = {
-    "collective": "collective",
-    "ranks": "ranks",
-    "op": "op",
-    "dtype": "dtype",
-    "num_bytes": "bytes of the bucket",
-    "offset": "byte offset",
-}
+_COMPARED = ("collective", "ranks", "op", "dtype", "num_bytes", "offset")  # of a place
+_WORDS = {"num_bytes": "bytes of the bucket", "offset": "byte offset"}
 
 
 def layout_of(before: TrainGraph, after: TrainGraph, layout: Layout | None) -> Layout | None:
@@ -251,7 +245,7 @@ class _Reduction:
         """Returns how the place differs from eager's, in what decides bits."""
         here, there = self.place(eager).what_decides_bits(), eager.what_decides_bits()
         return "; ".join(
-            f"{words}: {getattr(here, name)}, eager has {getattr(there, name)}"
-            for name, words in _WORDS.items()
+            f"{_WORDS.get(name, name)}: {getattr(here, name)}, eager has {getattr(there, name)}"
+            for name in _COMPARED
             if getattr(here, name) != getattr(there, name)
         )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphpasses._torch import pytree
 from graphpasses._torch.gloo import ALL_GATHER
 from graphpasses._torch.group_ranks import named_group, named_group_ranks
 from graphpasses._torch.schemas import draws, named_arguments, read_functionalized_call
@@ -253,7 +254,7 @@ class Evaluation(Arrivals):
         given_args, given_kwargs = self._arguments(node)
         writes = written_inputs(node)
         # What is sent from where it lies is sent in the order of its memory; of others a contiguous copy is.
-        read = self._number_and_strides if writes else self._number
+        read = self._argument if writes else self._number
         args, kwargs = evaluated((given_args, given_kwargs), read)
         key = ("collective", str(node.target), freeze(args), freeze(kwargs))
         fake = self._facts[node]
@@ -361,9 +362,13 @@ class Evaluation(Arrivals):
 
     @functools.cached_property
     def _draws_elsewhere(self) -> bool:
-        """Whether another generator than the CPU's is drawn from; only what sets a state asks."""
-        drawing = (node for node in self._graph.graph.nodes if draws_random_numbers(node))
-        return any(_draws_elsewhere(node, self._facts[node]) for node in drawing)
+        """Whether another generator than the CPU's is drawn from, read or set; only what sets a state asks."""
+        drawing = [node for node in self._graph.graph.nodes if draws_random_numbers(node)]
+        states = [node for node in drawing if node.target in (READ_RANDOM_STATE, SET_RANDOM_STATE)]
+        drawn = pytree.tree_leaves([self._facts[node] for node in drawing])
+        return any(named_arguments(node).get("device") is not None for node in states) or any(
+            isinstance(each, torch.Tensor) and each.device.type != "cpu" for each in drawn
+        )
 
     def _random_state(self, node: fx.Node, fake: Any) -> Result:
         """Notes also a device's state as that of all generators: only the CPU's alone is known to be as before."""
@@ -380,13 +385,3 @@ class Evaluation(Arrivals):
             if key[0] == "state read" and state.pieces[0].offset == 0:
                 self._random = key[1]
         return None
-
-
-def _draws_elsewhere(node: fx.Node, results: Any) -> bool:
-    """Whether a call that draws, or reads or sets a state, does so of another generator than the CPU's."""
-    if node.target in (READ_RANDOM_STATE, SET_RANDOM_STATE):
-        return named_arguments(node).get("device") is not None
-    return any(
-        isinstance(each, torch.Tensor) and each.device.type != "cpu"
-        for each in (results if isinstance(results, (list, tuple)) else [results])
-    )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import fx
 
 from graphpasses.proof.core.values import Result, Value
-from graphpasses.proof.uses import Use, Variable
 
 
 @dataclass(frozen=True)
@@ -30,6 +29,26 @@ class Check(NamedTuple):
     name: str  # what people call it
     node: fx.Node
     written: Mapping[str, int]  # by name, the numbers of what the graph has written outside when it is made
+
+
+class Variable(NamedTuple):
+    """A value that gets a gradient: of one number may be several, each made by a call, and each with its own."""
+
+    number: int
+    place: int  # among those of its number
+
+
+Use = str | tuple["Variable | Use", ...]
+"""What a call that reads a value returns; all uses of a copy, which are added apart; or the name of an output."""
+
+
+def numbers_in(uses: Iterable[Variable | Use]) -> Iterator[int]:
+    """Yields the numbers of all that calls return that read a value."""
+    for each in uses:
+        if isinstance(each, Variable):
+            yield each.number
+        elif not isinstance(each, str):
+            yield from numbers_in(each)
 
 
 @dataclass

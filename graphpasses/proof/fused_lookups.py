@@ -32,24 +32,10 @@ AXIOMS[FUSED] = (
 )
 
 # Arguments that a key says by tables and bags, and such as a fused lookup has of its first member.
-_LEFT_OUT = frozenset(
-    {
-        "weights",
-        "momentum1",
-        "D_offsets",
-        "total_D",
-        "max_D",
-        "hash_size_cumsum",
-        "total_hash_size_bits",
-        "indices",
-        "offsets",
-        "indice_weights",
-        "aux_tensor",
-        "aux_int",
-        "aux_bool",
-        "learning_rate_tensor",
-    }
-)
+_LEFT_OUT = (
+    "weights", "momentum1", "D_offsets", "total_D", "max_D", "hash_size_cumsum", "total_hash_size_bits", "indices",
+    "offsets", "indice_weights", "aux_tensor", "aux_int", "aux_bool", "learning_rate_tensor",
+)  # fmt: skip
 _TRIGGER = "placeholder_autograd_tensor"
 _CACHE_LOCATIONS = 3  # in aux_tensor
 

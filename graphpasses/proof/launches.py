@@ -13,15 +13,8 @@ from graphpasses.proof.core.values import Piece, Value, Values
 from graphpasses.proof.evaluated import Collective, Evaluated
 from graphpasses.proof.terms import Term
 
-_BY_ELEMENT = (
-    "cast",
-    "mul",
-    "div",
-    "neg",
-    "sum",
-    "product",
-    "bytes",
-)  # terms whose elements stand as those of others
+# Terms whose elements stand as those of others.
+_BY_ELEMENT = ("cast", "mul", "div", "neg", "sum", "product", "bytes")
 
 
 def launches_of(values: Values, before: Evaluated, after: Evaluated) -> tuple[Launch, ...]:

@@ -24,14 +24,9 @@ from graphpasses.proof.terms import Term
 aten = torch.ops.aten
 
 IDENTITIES = (
-    aten.detach.default,
-    aten.alias.default,
-    aten.clone.default,
-    aten.contiguous.default,
-    aten.lift_fresh.default,
-    aten.lift_fresh_copy.default,
-    WAIT,
-)
+    aten.detach.default, aten.alias.default, aten.clone.default, aten.contiguous.default, aten.lift_fresh.default,
+    aten.lift_fresh_copy.default, WAIT,
+)  # fmt: skip
 """What returns the tensor that it is given, or a copy, whatever its shape; a wait does for what came already."""
 
 OFFLOADED = "offloading"
@@ -40,19 +35,14 @@ AXIOMS[OFFLOADED] = "ao.offload and ao.reload copy a tensor; ao.wait_tensor wait
 # ---- what keeps all elements in their order -----------------------------------------------------------------------
 
 
-@axiom(
-    "views",
-    "view, reshape, detach, clone and their like keep the elements and their row-major order",
-    *IDENTITIES,
-    aten.view.default,
-    aten.reshape.default,
-    aten._unsafe_view.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.unsqueeze.default,
-    aten.view_copy.default,
-)
+_RESHAPES = (
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.squeeze.default, aten.squeeze.dim,
+    aten.squeeze.dims, aten.unsqueeze.default, aten.view_copy.default,
+)  # fmt: skip
+_IN_ORDER = "view, reshape, detach, clone and their like keep the elements and their row-major order"
+
+
+@axiom("views", _IN_ORDER, *IDENTITIES, *_RESHAPES)
 def _same_elements(values: Values, result: Any, x: Value, *_: Any, **__: Any) -> Result:
     return values.moved(x.dtype, tuple(result.shape), x.pieces) if x.pieces is not None else None
 
@@ -61,19 +51,9 @@ def _same_elements(values: Values, result: Any, x: Value, *_: Any, **__: Any) ->
 
 
 PICKS = (
-    aten.t.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.expand.default,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.chunk.default,
-    aten.unbind.int,
-)
-
-
+    aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default, aten.slice.Tensor,
+    aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int,
+)  # fmt: skip
 _PICKED = (
     "views (transpose, permute, expand, slice, select, split, chunk and their like) pick of any tensor the elements "
     "that they pick of a contiguous one; split_with_sizes_copy copies these"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from dataclasses import replace as replace_fields
 from typing import Any
@@ -12,19 +13,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.fake_mode import strides_of_kernels
-from graphpasses._torch.schemas import changes_memory
+from graphpasses._torch.schemas import changes_memory, is_operator
 from graphpasses.analysis.effects import is_written
 from graphpasses.errors import ProofError
 from graphpasses.graph import DynamoGraph, Stage, TrainGraph
 from graphpasses.graph.nodes import attribute
 from graphpasses.proof.calls import GRADIENT
-from graphpasses.proof.core.facts import Facts
+from graphpasses.proof.core.facts import Facts, leaves
 from graphpasses.proof.core.values import Value
 from graphpasses.proof.core.views import View
 from graphpasses.proof.difference import place_of
 from graphpasses.proof.evaluate import EXACT_KERNELS, Evaluation
 from graphpasses.proof.evaluated import Evaluated
-from graphpasses.proof.first_facts import FirstFacts
 from graphpasses.proof.rows import RowValues
 from graphpasses.proof.sizes import TELLS_SIZES, Sizes
 from graphpasses.proof.torch_calls import TorchCalls, other_input
@@ -39,6 +39,52 @@ class Pair:
     one: Evaluated
     two: Evaluated
     updated: set[str] = field(default_factory=set)  # the names of what updates write that are in no step's graph
+
+
+class FirstFacts(Facts):
+    """Facts of the first of two graphs, of which no other is known whose fake values are true.
+
+    A pass that was not proved may have left others, or have written one that all copies of the graph share. Calls of
+    one operator on inputs that lie alike, in each other's memory, too, make results that lie alike: one is computed.
+    Where sizes depend on data a node is believed, as to compute its value may have the compiler guard on sizes; and
+    where fake tensors cannot run a call.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._asked: dict[Hashable, Any] = {}
+        super().__init__(graph)
+
+    def note_places(self, node: fx.Node) -> None:
+        if is_operator(node.target) and self._are_known(node):
+            self._ask(node)
+        super().note_places(node)
+
+    def _ask(self, node: fx.Node) -> None:
+        said, given = self._lies(node), self.values[node]
+        if not all(view is not None and view.is_known for view, _ in said[0]):
+            return
+        key = node.target, self.call_of(node, is_fresh=False)
+        if key not in self._asked:
+            try:
+                self.values[node] = self._computed(node)
+            except ProofError:  # it has no fake kernel here, or is given constants
+                return
+            self._asked[key] = self._lies(node)
+            if said == self._asked[key]:
+                self.values[node] = given
+        elif said != self._asked[key]:
+            self.values[node] = self._computed(node)
+        self.origins[node] = self._asked[key][1]
+
+    def _are_known(self, node: fx.Node) -> bool:
+        """Whether all inputs are tensors that have strides, and no sizes that depend on data."""
+        places = (place for each in node.all_input_nodes for place in self.places[each])
+        return all(place is not None and place.view.is_known for place in places)
+
+    def _lies(self, node: fx.Node) -> Any:
+        """Returns how, where and in whose memory the tensors of a node's value lie."""
+        origins = self._origins_of(node)
+        return [(View.of(fake), getattr(fake, "device", None)) for fake, _ in leaves(self.values[node])], origins
 
 
 def why_not_evaluated(before: TrainGraph, after: TrainGraph) -> str:

@@ -137,12 +137,9 @@ def _rows(piece: Piece, dims: Sequence[tuple[int, int, int]], index: int) -> int
 
 def _stack(one: Piece, two: Piece) -> Piece | None:
     """Joins two pieces of one form, as rows of one with a dim more."""
-    if one.source != two.source:
-        return None
-    gap, moved = two.start - one.start, two.offset - one.offset
-    if one.dims == two.dims:
-        return one._replace(dims=merged(((2, gap, moved), *one.dims)))
-    return _continue(one, two)
+    if (one.source, one.dims) != (two.source, two.dims):
+        return _continue(one, two)
+    return one._replace(dims=merged(((2, two.start - one.start, two.offset - one.offset), *one.dims)))
 
 
 def merged(dims: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
@@ -157,11 +154,7 @@ def merged(dims: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int], 
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, numel = [], 1
-    for size in reversed(shape):
-        strides.append(numel)
-        numel *= size
-    return tuple(strides[::-1])
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _indices(number: int, strides: Sequence[int]) -> tuple[int, ...]:

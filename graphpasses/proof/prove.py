@@ -25,11 +25,10 @@ from graphpasses.proof.core.views import View
 from graphpasses.proof.counterexample import Runs, Trial
 from graphpasses.proof.difference import Difference, are_drawn_alike, find_difference
 from graphpasses.proof.eager_gradients import EagerGradients, layout_of
-from graphpasses.proof.evaluated import Evaluated
+from graphpasses.proof.evaluated import Evaluated, numbers_in
 from graphpasses.proof.launches import launches_of
 from graphpasses.proof.pairs import evaluate_both, why_not_evaluated
 from graphpasses.proof.rows import RowValues
-from graphpasses.proof.uses import numbers_in
 from graphpasses.text import some
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphpasses.proof.core.views import Layout
+from graphpasses.proof.core.views import Layout, View
 
 MAX_ELEMENTS = 1 << 22
 
@@ -33,10 +33,10 @@ def laid_out(data: torch.Tensor, layout: Layout | None) -> torch.Tensor:
     if layout is None or not all(type(each) is int for each in layout.strides):
         return data
     offset = layout.offset[1] // data.element_size() if layout.offset and type(layout.offset[1]) is int else 0
-    last = sum((size - 1) * stride for size, stride in zip(data.shape, layout.strides, strict=True))
-    if data.numel() == 0 or last > MAX_ELEMENTS:
+    view = View(tuple(data.shape), layout.strides, offset, data.dtype)
+    first, end = view.extent()
+    if data.numel() == 0 or end - first > MAX_ELEMENTS * data.element_size():
         return data
-    view = (data.shape, layout.strides, offset, data.dtype)
     return view_of(buffer_of(data, view), view)
 
 
@@ -69,18 +69,15 @@ def _fill(view: torch.Tensor, data: torch.Tensor) -> None:
     view[apart].copy_(data[apart])
 
 
-def buffer_of(data: torch.Tensor, held: Any) -> torch.Tensor:
+def buffer_of(data: torch.Tensor, held: View) -> torch.Tensor:
     """Returns bytes in which a tensor lies as it is held."""
-    shape, strides, offset, dtype, *_ = held
-    last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    buffer = torch.zeros((last + 1) * dtype.itemsize, dtype=torch.uint8, device="cpu")
+    buffer = torch.zeros(held.extent()[1], dtype=torch.uint8, device="cpu")
     _fill(view_of(buffer, held), data)
     return buffer
 
 
-def view_of(buffer: torch.Tensor, view: Any) -> torch.Tensor:
+def view_of(buffer: torch.Tensor, view: View) -> torch.Tensor:
     """Returns the tensor that lies so in bytes."""
-    shape, strides, offset, dtype, *marks = view
-    if any(marks):
+    if view.is_conj or view.is_neg:
         raise CannotRunError("it is conjugated in memory")
-    return buffer.view(dtype).as_strided(shape, strides, offset)
+    return buffer.view(view.dtype).as_strided(view.shape, view.strides, view.offset)

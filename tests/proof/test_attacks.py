@@ -65,6 +65,17 @@ def root_mean_square(eps: float, is_mean: bool = True) -> Make:
     return make
 
 
+def read_transposed(shape: list[int], num_rows: int = 8) -> Make:
+    """Writes rows of memory that is first of some shape, and reads all of it transposed."""
+
+    def make(code: Code) -> fx.Node:
+        base = code.view_default(code.clone_default(code.view_default(code.x, shape)), [8, 8])
+        code.add__Tensor(code.slice_Tensor(base, 0, 0, num_rows), 1)
+        return code.tanh_default(code.t_default(base))
+
+    return make
+
+
 def conjugate(wrong: bool, twice: bool = False) -> Make:
     def make(code: Code) -> fx.Node:
         base = code._to_copy_default(code.x, dtype=torch.complex64)
@@ -197,6 +208,7 @@ CASES = [
     Case("a list is read behind a write", list_moved(False), list_moved(True), list_moved(False, True)),
     Case("a norm, fused", root_mean_square(1e-5), root_mean_square(1e-3), root_mean_square(1e-5)),
     Case("of its results", root_mean_square(1e-5), root_mean_square(1e-5, False), root_mean_square(1e-5)),
+    Case("memory of another shape", read_transposed([8, 8]), read_transposed([64], 4), read_transposed([64])),
     Case("conj shares memory", conjugate(False), conjugate(True), conjugate(False, True)),
     Case("a constant is read twice", constant_twice(False), constant_twice(True, False), constant_twice(False)),
     Case("an operand at another offset", at_offset(0), at_offset(1, copies=0), at_offset(1)),

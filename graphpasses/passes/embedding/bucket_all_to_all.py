@@ -74,12 +74,10 @@ class BucketAllToAll(GraphPass):
         + getitem_1 = unpack_all_to_all[1]  # f32[4]
         + return getitem, getitem_1  # ids, weights
 
-    TorchRec launches one per module, sharding type and tensor. This pass leaves one for all splits, one for all
-    lengths, values and weights, one for all pooled embeddings, and one for their gradients. Splits may be static or
-    dynamic, dtypes and row shapes may differ. Data is moved and nothing else, so results are equal to the bit.
-
-    All ranks must compile the same model, at the same time. They exchange what depends on what, once per model and
-    list of collectives (see :mod:`graphpasses.agreement`), and so launch the same buckets in the same order.
+    Of TorchRec's, one per module, sharding type and tensor, it leaves one for all splits, one for all lengths, values
+    and weights, one for all pooled embeddings, and one for their gradients. Splits may be dynamic, dtypes and row
+    shapes may differ. All ranks must compile the same model, at the same time: they exchange what depends on what,
+    see :mod:`graphpasses.agreement`.
 
     Raises (from ``rewrite``):
         AgreementError: ranks see different collectives, or one compiled again what it cannot launch as agreed.

@@ -109,13 +109,10 @@ class BucketPooledAllToAll(GraphPass):
         + columns = aten.cat([cat, cat_1], 1)  # f32[2, 12]
           return columns  # columns
 
-    TorchRec launches one all-to-all per module and sharding type. The dims of those that have the same batch can lie
-    side by side in one tensor, from the lookup that computes them to the tensor that they are joined to, and nothing
-    is copied on the way. Those that ``bucket-all-to-all`` packs lie one after the other, and are copied twice. Data
-    is moved and nothing else, so no bit changes.
-
-    All-to-alls that depend on each other stay apart, as in ``bucket-all-to-all``. All ranks must compile the same
-    model, at the same time: they exchange which batches are the same, see :mod:`graphpasses.agreement`.
+    The dims of what TorchRec sends per module and sharding type lie side by side in one tensor, if they have the same
+    batch, from the lookup to where they are joined: nothing is copied on the way, as ``bucket-all-to-all`` does
+    twice. All-to-alls that depend on each other stay apart. All ranks must compile the same model, at the same time:
+    they exchange which batches are the same, see :mod:`graphpasses.agreement`.
 
     Raises (from ``rewrite``):
         AgreementError: ranks see different collectives, or one compiled again what it cannot send as agreed.

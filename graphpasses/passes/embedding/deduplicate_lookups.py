@@ -23,15 +23,10 @@ from graphpasses.passes.runner import GraphPass, Numerics
 
 aten = torch.ops.aten
 
-_UNINITIALIZED = frozenset(
-    {
-        aten.empty.memory_format,
-        aten.empty_like.default,
-        aten.empty_strided.default,
-        aten.new_empty.default,
-        aten.new_empty_strided.default,
-    }
-)
+_UNINITIALIZED = (
+    aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default,
+    aten.new_empty_strided.default,
+)  # fmt: skip
 
 
 def _called(node: fx.Node) -> str:
@@ -163,10 +158,8 @@ class DeduplicateLookups(GraphPass):
         + scores = aten.mul(rows, rows)  # f32[4, 4]
           return scores  # scores
 
-    For this the pass merges all nodes of the forward pass that compute the same: lookups, all-to-alls, reads of
-    sizes, and what lies between. All-to-alls are merged where every rank sees that they are the same, see
-    :mod:`graphpasses.agreement`. The backend turns AOTAutograd's own elimination off, by which each rank decides
-    alone.
+    It merges all nodes of the forward pass that compute the same; all-to-alls where every rank sees that they are the
+    same (:mod:`graphpasses.agreement`). AOTAutograd's own elimination, by which each rank decides alone, is off.
 
     Raises (from ``rewrite``):
         AgreementError: ranks see different collectives, or one compiled again what it no longer sees as agreed.

@@ -68,9 +68,9 @@ def _flat(sent: Sent) -> list[int]:
 class DeduplicateSizes(GraphPass):
     """Reads once what all ranks send more than once: sizes that are equal because they are one size.
 
-    TorchRec sends splits and batch sizes for each module and sharding type, and reads those that it receives. Where
-    every rank sends one size twice, as the batch size of one batch for two modules, what is received is equal, too;
-    and a rank knows what it receives from itself. Later passes see it in the shapes.
+    TorchRec sends splits and batch sizes for each module and sharding type. Where every rank sends one size twice, as
+    the batch size of one batch for two modules, what is received is equal, too; and a rank knows what it receives
+    from itself. Later passes see it in the shapes.
 
     What the pass changes where every rank sends the same sizes::
 
@@ -95,10 +95,9 @@ class DeduplicateSizes(GraphPass):
         + new_zeros_1 = aten.new_zeros(input_0, [local_scalar_dense], pin_memory=False)  # f32[u0]
           return new_zeros, new_zeros_1  # output 0, output 1
 
-    All ranks must compile the same model, at the same time. They exchange which of the sizes that they send are
-    equal, once per model and list of collectives (see :mod:`graphpasses.agreement`). Constants are not among them:
-    another compilation, for batches of another size, may have others. In a fake process group every rank is taken to
-    send what this one does.
+    All ranks must compile the same model, at the same time: they exchange which of the sizes that they send are
+    equal, see :mod:`graphpasses.agreement`. Constants, which another compilation may have otherwise, are not among
+    them. In a fake process group every rank is taken to send what this one does.
 
     Raises (from ``rewrite``):
         AgreementError: ranks see different collectives, or one compiled again and sends sizes that differ now.

@@ -53,9 +53,8 @@ class EliminateSplitCat(GraphPass):
         + turned = aten.cat([slice, a, slice_1], 1)  # f32[5, 8]
           return turned  # turned
 
-    Pooled embeddings are joined per module, per sharding type, for all features, and once more in the order that the
-    model wants; their gradients go the same way back. After ``bucket-pooled-all-to-all`` each needs one copy: from
-    what arrived, or to what is sent. Data is moved and nothing else, so no bit changes.
+    Pooled embeddings are joined per module, per sharding type, for all features, and once more in the model's order;
+    their gradients likewise. After ``bucket-pooled-all-to-all`` each needs one copy, of what arrived or is sent.
 
     Example:
         >>> def loss_fn(model, x, y):

@@ -33,8 +33,7 @@ class FuseSizeTensors(GraphPass):
           waited = wait(exchanged)  # i64[4]
           return waited  # output 0
 
-    TorchRec sends splits and batch sizes for each module and sharding type, and makes a handful of small tensors for
-    each. After ``bucket-all-to-all`` one operator makes what is sent for all of them.
+    TorchRec makes a handful of small tensors of the splits and batch sizes of each module and sharding type.
 
     Example:
         >>> from graphpasses.graph import ALL_TO_ALL, WAIT

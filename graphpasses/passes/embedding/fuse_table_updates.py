@@ -197,8 +197,7 @@ def _apply(graph: TrainGraph, update: Update, plans: list[TableUpdate]) -> None:
 class FuseTableUpdates(GraphPass):
     """Makes one fused update of a table's gradient and of what the optimizer does with it.
 
-    As captured, each lookup's backward makes a gradient of the whole table, and the optimizer reads all of it. With
-    the pass, FBGEMM's update reads and writes the rows that were looked up, and there is no such gradient::
+    FBGEMM's update reads and writes the rows that were looked up, where the optimizer reads the whole gradient::
 
           weight = parameter('weight')  # f32[10, 2]
           batch_0 = batch('batch[0]')  # i64[3]
@@ -214,13 +213,9 @@ class FuseTableUpdates(GraphPass):
         + return sum, None  # loss, gradient of weight
 
     It fuses tables that are looked up by ``embedding_bag`` (summed, weighted or not, or averaged) and ``embedding``,
-    as TorchRec's EmbeddingBagCollection and EmbeddingCollection are, and that the step's optimizer updates: SGD,
-    Adagrad or RowWiseAdagrad without momentum, weight decay and the like. Several lookups of a table stay one update
-    of their sum, as in eager. The optimizer stays the user's: the update reads the rate that it has, and writes its
-    state.
-
-    Losses of the first step have eager's bits. The update rounds otherwise: rows add up the gradients of their ids in
-    another order. Rows that were not looked up stay as they are, as they do in eager.
+    and that the step's optimizer updates: SGD, Adagrad or RowWiseAdagrad without momentum, weight decay and the like.
+    Several lookups of a table stay one update of their sum. The optimizer stays the user's: the update reads its
+    rate, and writes its state. It rounds otherwise: rows add up the gradients of their ids in another order.
 
     Left alone and noted are tables that are not float32 on the CPU; lookups with ``padding_idx``,
     ``scale_grad_by_freq`` or ``mode="max"``; tables whose gradient is clipped, or read otherwise, too; and optimizers

@@ -258,21 +258,17 @@ class FuseTBE(GraphPass):
 
     Lookups are fused if they agree in optimizer, hyperparameters, dtype, pooling and device (without pooling, in
     embedding dimension, too) and do not depend on each other, and if their batches are equal, or padding the
-    smaller ones costs less than a lookup (:mod:`graphpasses.embedding.join_cost`). Sizes are those of the batches
-    that were traced: of each lookup, that of the rank where it is largest. Ranks tell each other their sizes, so
-    those with the same lookups join the same. All ranks are taken to send each other as many samples as that rank
-    does.
+    smaller ones costs less than a lookup (:mod:`graphpasses.embedding.join_cost`). Sizes are those of the traced
+    batches, of each lookup that of the rank where it is largest: ranks tell each other, so that they join the same.
 
     The tables and optimizer states of a lookup move into one memory (:class:`~graphpasses.embedding.arena.Arena`);
-    every tensor that aliases them follows. Each call checks that they still lie there. Dynamo compiles again for
-    other tables, those of another instance of the model or ones that were put in their place; and where the
-    learning rates of fused lookups become different. A rank may do so alone.
+    every tensor that aliases them follows. Each call checks that they still lie there. Dynamo compiles again, on one
+    rank alone if need be, for other tables, and where the learning rates of fused lookups become different.
 
-    On a GPU, lookups of one largest dimension are joined, and only if its kernels give one call the bits of several:
-    small tables are looked up and updated both ways when the model is compiled.
-
-    A table that the model looks up twice is left alone: its optimizer would see one gradient where it sees two.
-    Collectives keep their order, so where TorchRec shards several modules ``hoist-input-dists`` comes before.
+    On a GPU, lookups of one largest dimension are joined if its kernels give one call the bits of several: small
+    tables are looked up and updated both ways when the model is compiled. A table that the model looks up twice is
+    left alone: its optimizer would see one gradient where it sees two. Collectives keep their order, so where
+    TorchRec shards several modules ``hoist-input-dists`` comes before.
 
     Raises (from ``rewrite``):
         ArenaError: two lookups claim one memory.

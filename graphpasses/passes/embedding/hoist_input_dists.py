@@ -44,8 +44,7 @@ class HoistInputDists(GraphPass):
           return add  # output 0
 
     Only then can lookups of two modules be one (``fuse-tbe``), or their all-to-alls. The new order follows from how
-    collectives depend on the outputs of others, which is the same on every rank of a model whose ranks run the same
-    code; where a rank has no tables, or others than the rest, makes no difference.
+    collectives depend on the outputs of others, the same on every rank that runs the same code, whatever its tables.
 
     Example:
         >>> from graphpasses.graph import ALL_TO_ALL, WAIT

@@ -212,21 +212,19 @@ class LowerEmbeddingBags(GraphPass):
 
     It lowers tables whose SGD, Adagrad or RowWiseAdagrad was put into backward by ``apply_optimizer_in_backward``:
     they get a fused update in place of a gradient. There is one lookup per optimizer and its options, pooling, and
-    batch size, weighted or not. The optimizers stay in use: the update reads their learning rate at each step and
-    writes their state. Where rates become different, options change or a hook is added, Dynamo compiles again.
-    Parameters stay the objects that they were; their memory moves, see :class:`~graphpasses.embedding.arena.Arena`.
+    batch size, weighted or not. The update reads the optimizers' learning rate at each step and writes their state.
+    Where rates become different, options change or a hook is added, Dynamo compiles again. Parameters stay the
+    objects that they were; their memory moves, see :class:`~graphpasses.embedding.arena.Arena`.
 
-    Against eager, what is looked up has the same bits if bags are summed, weighted or not, and is rounded otherwise
-    if they are averaged. A row to which several ids of a batch point adds their gradients in another order. Where ids
-    are distinct, tables under SGD and Adagrad's sums have eager's bits; tables under Adagrad and RowWiseAdagrad, the
-    latter's sums, and gradients of per-sample weights are rounded otherwise.
+    Sums of bags, weighted or not, have eager's bits, averages do not. A row to which several ids of a batch point
+    adds their gradients in another order. Where ids are distinct, tables under SGD and Adagrad's sums have eager's
+    bits; tables under Adagrad and RowWiseAdagrad, the latter's sums, and gradients of weights of ids do not.
 
     Left alone and noted are tables without an optimizer in backward, or with one that has no fused form; those that
     are not float32 parameters on the CPU; calls with ``padding_idx``, ``max_norm``, ``scale_grad_by_freq``,
-    ``sparse`` or ``mode="max"``; and tables that the model also reads in other
-    ways, or whose calls cannot be one lookup, since eager makes one update of all. As with TorchRec's fused modules,
-    a backward over several calls of the compiled model makes one update for each where eager makes one of their sum;
-    so does a backward through two graphs, or through a use of the table outside of the graph.
+    ``sparse`` or ``mode="max"``; and tables that the model also reads in other ways, or whose calls cannot be one
+    lookup. As with TorchRec's fused modules, a backward over several calls of the compiled model, or graphs, makes
+    one update for each where eager makes one of their sum.
 
     Raises, at a step:
         IdError: an id is not a row of its table, or offsets make no bags.

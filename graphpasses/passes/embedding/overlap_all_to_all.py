@@ -26,8 +26,7 @@ _CHECK = torch.ops.aten._assert_scalar.default
 class OverlapAllToAll(GraphPass):
     """Launches all-to-alls as early, and waits for them as late, as values allow; between these it computes the rest.
 
-    A model computes its dense layers before its embeddings, or after: then nothing runs while embeddings, or their
-    gradients, are on the wire. In forward the bottom layers of a DLRM come to run meanwhile, in backward they and the
+    In forward the bottom layers of a DLRM come to run while embeddings are on the wire, in backward they and the
     gradients of all weights::
 
           embeddings_grad = value('embeddings_grad')  # f32[4, 2]
@@ -39,10 +38,10 @@ class OverlapAllToAll(GraphPass):
         - weight_grad = aten.mm(x, x)  # f32[4, 4]
           return rows_grad, weight_grad  # rows, weight
 
-    Collectives stay in their order, as all ranks need it. What is independent of several all-to-alls runs during that
-    of most bytes, where sizes that only running tells count as none, and of equal ones during the last. Other
-    collectives, and what depends on them, stay behind the all-to-alls that they come after, and a graph in which FSDP
-    gathers parameters stays as it is. What is computed later is held longer, as are the activations that it needs.
+    Collectives stay in their order. What is independent of several all-to-alls runs during that of most bytes, where
+    sizes that only running tells count as none, and of equal ones during the last. Other collectives, and what
+    depends on them, stay behind the all-to-alls that they come after, and a graph in which FSDP gathers parameters
+    stays as it is. What is computed later is held longer, as are the activations that it needs.
 
     Example:
         >>> from graphpasses.graph import ALL_TO_ALL, WAIT

@@ -163,11 +163,9 @@ class ReinplaceTBEUpdates(GraphPass):
         + mul = aten.mul(ids, 2)  # i64[4]
           return mul  # PlainAOTOutput(idx=0)
 
-    A call writes in place where nobody after it reads what was there before (not even a collective that is under
-    way), where the graph does not return that memory, and where an input, if it is one, changes anyway. Otherwise
-    the call writes a clone; for inputs a note says why. Several updates of one table stay in their order.
-
-    Writes fix the order of nodes, so passes that join or drop calls come before this one.
+    A call writes in place where nobody after it, nor a collective that is under way, reads what was there before,
+    the graph does not return that memory, and an input, if it is one, changes anyway. Otherwise it writes a clone;
+    for inputs a note says why. Writes fix the order of nodes, so passes that join or drop calls come before this one.
 
     Example:
         >>> from torch.distributed.optim import _apply_optimizer_in_backward

@@ -13,10 +13,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpasses._torch.schemas import writes_arguments
-from graphpasses.analysis.parameter_collectives import ALL_REDUCES, REDUCE_SCATTERS, Gather, calls, find_gathers
+from graphpasses.analysis.effects import written_memory
+from graphpasses.analysis.parameter_collectives import (
+    ALL_REDUCES,
+    REDUCE_SCATTERS,
+    Gather,
+    calls,
+    find_gathers,
+    movable,
+)
 from graphpasses.graph import WAIT, TrainGraph, argument, is_collective, wait_of
-from graphpasses.graph.nodes import collective_group, freeze, reach
+from graphpasses.graph.nodes import collective_group, freeze, reach, storages
 from graphpasses.passes.fsdp._packing import SPLIT_COPY, emit_packed_gather
 from graphpasses.passes.fsdp._timeline import Costs, Held, held_after, is_name, readers_of
 from graphpasses.passes.fsdp.prefetch_collectives import unpack_chain
@@ -194,24 +201,17 @@ def _done(node: fx.Node) -> fx.Node:
 
 
 def _find_gathers(graph: TrainGraph, costs: Costs) -> list[MovableGather]:
-    """Returns the all-gathers of parameters that no operator of the graph writes, in the order of the graph."""
-    written = {
-        value
-        for node in graph.graph.nodes
-        if node.op == "call_function" and writes_arguments(node.target)
-        for value in node.all_input_nodes
-    }
-    known: dict[object, fx.Node] = {}
-    return [
-        _gather(each, costs, known)
-        for each in find_gathers(graph)
-        if written.isdisjoint(read for node in each.chain for read in node.all_input_nodes)
-    ]
+    """Returns the all-gathers that neither send nor bring what a call writes, in the order of the graph."""
+    written, known, found = written_memory(graph.graph), dict[object, fx.Node](), []
+    for gather in movable(graph, find_gathers(graph)):
+        arrive = sorted(reach([gather.wait], lambda node: filter(_is_unpacking, node.users)))
+        if written.isdisjoint(storages(*arrive)):
+            found.append(_gather(gather, arrive, costs, known))
+    return found
 
 
-def _gather(gather: Gather, costs: Costs, known: dict[object, fx.Node]) -> MovableGather:
+def _gather(gather: Gather, arrive: list[fx.Node], costs: Costs, known: dict[object, fx.Node]) -> MovableGather:
     launch = gather.all_gather
-    arrive = sorted(reach([gather.wait], lambda node: filter(_is_unpacking, node.users)))
     copies = [each for node in arrive if node.target == SPLIT_COPY for each in node.users]
     again = _equals((*gather.chain, *arrive), known)
     return MovableGather(
@@ -276,7 +276,8 @@ def add_splits(graph: TrainGraph, costs: Costs) -> list[Split]:
     """
     nodes = [*graph.graph.nodes]
     begins = dict(zip(nodes, accumulate(map(costs.seconds, nodes), initial=0.0), strict=False))
-    return [split for gather in find_gathers(graph) for split in _splits(graph, gather, begins, costs)]
+    gathers = movable(graph, find_gathers(graph))
+    return [split for gather in gathers for split in _splits(graph, gather, begins, costs)]
 
 
 def _first_half(launch: fx.Node, num_bytes: Sequence[int], uses: Sequence[float], costs: Costs) -> frozenset[int]:

@@ -71,7 +71,7 @@ def _move_before(point: fx.Node, node: fx.Node) -> None:
 
 
 def pack_reductions(graph: TrainGraph, reductions: Sequence[GradReduction], how: Reduction) -> dict[fx.Node, fx.Node]:
-    """Reduces gradients, in byte order, with one reduce-scatter and, with HSDP, one all-reduce, after the last.
+    """Reduces gradients, in byte order, with one reduce-scatter and, with HSDP, one all-reduce, where the last is.
 
     Where the groups of shards have one rank, there is the all-reduce alone. Returns each reduced gradient and what
     takes its place; only the output reads them. Source: FSDP2's ``_fsdp_collectives.py``, ``foreach_reduce``.
@@ -83,7 +83,7 @@ def pack_reductions(graph: TrainGraph, reductions: Sequence[GradReduction], how:
     dtype = how.dtype or argument(like).meta["val"].dtype
     replaced: dict[fx.Node, fx.Node] = {}
     uniform = len({gradient.meta["val"].dtype for gradient in gradients}) == 1
-    with graph.graph.inserting_before(max(gradients).next):
+    with graph.graph.inserting_before(max(reduction.entry for reduction in reductions)):  # a hook may write them
         rows = [
             _by_shard(graph, gradient if uniform else _cast(graph, gradient, dtype), reduction, num_shards)
             for gradient, reduction in zip(gradients, reductions, strict=True)

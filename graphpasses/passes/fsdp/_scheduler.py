@@ -16,9 +16,9 @@ from graphpasses.passes.fsdp._timeline import Costs, Timeline
 _AHEAD = 0.5
 
 
-def lazy_schedule(program: Program, costs: Costs, num_reducing: int = 0) -> Timeline:
-    """Returns the order that gathers nothing ahead, so many reductions in flight; 0: in fewest bytes."""
-    timeline, _ = _Player(program, costs, num_reducing).play()
+def lazy_schedule(program: Program, costs: Costs) -> Timeline:
+    """Returns the order in which a program takes fewest bytes: nothing ahead, no reduction in flight."""
+    timeline, _ = _Player(program, costs, 0).play()
     return timeline
 
 

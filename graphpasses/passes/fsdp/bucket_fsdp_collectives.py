@@ -10,7 +10,13 @@ from torch import fx
 
 from graphpasses.analysis.backward import is_backward
 from graphpasses.analysis.levels import grouped
-from graphpasses.analysis.parameter_collectives import Gather, GradReduction, find_grad_reductions, find_unshards
+from graphpasses.analysis.parameter_collectives import (
+    Gather,
+    GradReduction,
+    find_grad_reductions,
+    find_unshards,
+    movable,
+)
 from graphpasses.errors import LayoutError, UnsupportedError
 from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.fsdp.layout import Layout, eager_layout
@@ -28,7 +34,8 @@ def _plan(graph: TrainGraph, buckets: Sequence[Bucket]) -> tuple[list[_Gather], 
     """Returns what to bucket, and what was left alone and why. Reads nothing that differs between ranks."""
     # A parameter is gathered in forward and, where activations are recomputed, again in backward.
     unshards: dict[tuple[str, bool], list[Gather]] = {}
-    for unshard in find_unshards(graph):
+    traced = find_unshards(graph)
+    for unshard in movable(graph, traced):
         unshards.setdefault((unshard.fqn, is_backward(unshard.all_gather)), []).append(unshard)
     # By the names under which buckets have them: a tied parameter may be in two, see chunked_buckets.
     accumulated = {fqn for bucket in buckets if bucket.accumulates for fqn in bucket.fqns}
@@ -54,7 +61,8 @@ def _plan(graph: TrainGraph, buckets: Sequence[Bucket]) -> tuple[list[_Gather], 
             how = replace(how, dtype=how.dtype or captured.dtype)
             if len(together) > 1 or together[0].all_reduce or captured != how:
                 reduces.append((together, how))
-    return gathers, reduces, _notes(graph, buckets, unshards, reductions)
+    written = {each.fqn for each in traced} - {fqn for fqn, _ in unshards}
+    return gathers, reduces, _notes(graph, buckets, unshards, reductions, written)
 
 
 def _refuse_zeros(graph: TrainGraph, bucket: Bucket, without_gradient: Set[str]) -> None:
@@ -87,6 +95,7 @@ def _notes(
     buckets: Sequence[Bucket],
     unshards: Mapping[tuple[str, bool], Sequence[Gather]],
     reductions: Mapping[str, Sequence[GradReduction]],
+    written: Set[str],
 ) -> list[str]:
     gathered = {fqn for fqn, _ in unshards}
     planned = {fqn for bucket in buckets for fqn in bucket.fqns}
@@ -101,6 +110,7 @@ def _notes(
         ("reduced several times, not bucketed", {f for f, r in reductions.items() if len(r) > 1}),
         ("trainable without a gradient in this step, not reduced", trainable & graph.without_gradient),
         ("not read by this step, not gathered", unread),
+        ("written by this step, keep their own all-gathers", written & planned),
         ("in the plan, but not sharded: neither gathered nor reduced", planned - sharded.keys()),
     ):
         if fqns:
@@ -156,8 +166,7 @@ class BucketFSDPCollectives(GraphPass):
         + view_2 = aten.view(getitem_1, [4])  # f32[4]
         + return view_1, view_2  # whole weight, whole bias
 
-    Likewise it reduces each gradient by itself, in the order in which backward yields them. The pass packs them in
-    the plan's order and reduces once::
+    Likewise it packs gradients, which the trace reduces one by one as backward yields them, in the plan's order::
 
           weight = parameter('layer.weight')  # f32[2, 4]
           bias = parameter('layer.bias')  # f32[2]
@@ -180,19 +189,16 @@ class BucketFSDPCollectives(GraphPass):
         + view_2 = aten.view(getitem_1, [2])  # f32[2]
         + return view_2, view_1  # gradient of layer.bias, gradient of layer.weight
 
-    With HSDP the all-reduce follows the reduce-scatter, as in FSDP2; the trace has it before.
-
-    Every gradient is packed per parameter, in the plan's order, at eager FSDP2's byte offset: the byte offset
-    decides the NCCL ring, and so the order of addition. Parameters without a gradient stay in the all-gather
-    and drop out of the reduce-scatter. All decisions come from the plan and from facts equal on every rank.
-    Source: FSDP2's ``_fsdp_collectives.py``, ``foreach_all_gather`` and ``foreach_reduce``.
+    With HSDP the all-reduce follows the reduce-scatter, as in FSDP2; the trace has it before. Every gradient lies at
+    eager FSDP2's byte offset, which decides the NCCL ring, and so the order of addition. Parameters without a
+    gradient stay in the all-gather and drop out of the reduce-scatter. All decisions come from the plan and from
+    facts equal on every rank. Source: FSDP2's ``_fsdp_collectives.py``, ``foreach_all_gather``, ``foreach_reduce``.
 
     Args:
         plan: which parameters share a bucket, in which order, and how they are reduced; None: as the ``fully_shard``
             calls on the captured model say.
-        expected_layout: a layout, usually ``eager_layout(eager_model)``, that the result must equal; parameters
-            without a gradient in this step are taken out of it first. None: without a plan that of the captured
-            model, with one any.
+        expected_layout: layout, usually ``eager_layout(eager_model)``, that the result must equal, but for parameters
+            without a gradient in this step. None: without a plan that of the captured model, with one any.
 
     Raises (from ``rewrite``):
         PlanError: the plan does not fit the model.

@@ -106,9 +106,8 @@ class CanonicalReductions(GraphPass):
         + div = aten.div.Scalar(waited, 2.0)  # f32[2, 4]
         + return div  # gradient of layer.weight
 
-    Its bits are not those of NCCL's order, so the pass may round; they are those of the tree on any number of ranks,
-    if a rank's microbatches are added in it, too (:class:`~graphpasses.MicrobatchTree`). See ``docs/any_cluster.md``
-    for what else must not depend on the number of ranks.
+    Its bits are those of the tree, not of NCCL's order, on any number of ranks, if a rank's microbatches are added in
+    it, too (:class:`~graphpasses.MicrobatchTree`); what else must not depend on that is in ``docs/any_cluster.md``.
 
     Args:
         accumulate: dtype in which contributions are added, and gradients kept unrounded; None: the one in which they

@@ -167,10 +167,9 @@ def _summand(reduction: GradReduction, after_cast: bool) -> fx.Node:
 class CoalesceGradReductions(GraphPass):
     """Adds the gradients of all uses of a parameter, then reduces the sum once.
 
-    Eager accumulates a tied or reused parameter's gradients on each rank, in the parameter's compute dtype and in the
-    order in which backward yields them, and reduces the total. The traced graph reduces each use and adds afterwards,
-    which rounds differently and costs one collective per use. The pass adds first, before the cast to the dtype of
-    the reduction::
+    Eager accumulates a tied or reused parameter's gradients on each rank, in its compute dtype and in the order in
+    which backward yields them, and reduces the total. The trace reduces each use and adds afterwards, which rounds
+    differently. The pass adds first, before the cast to the dtype of the reduction::
 
           weight = parameter('weight')  # f32[2, 4]
           x = batch('x')  # bf16[4, 4]
@@ -189,13 +188,11 @@ class CoalesceGradReductions(GraphPass):
         - return grad  # gradient of weight
         + return second_grad  # gradient of weight
 
-    Where one read has several uses, autograd has added their gradients; in eager, whose reads are one tensor, each
-    use is added as it arrives, and so it is here.
-
-    Of a tied parameter's several outputs the first carries the total and the others become None. Where a
-    summand does not come from a reduce-scatter alone, or dtypes, ops or groups differ, the parameter is left
-    alone and noted. Source: FSDP2's ``_fsdp_param_group.py``, ``post_backward``, reduces ``unsharded_param.grad``;
-    autograd's ``input_buffer.cpp`` accumulates in order of arrival.
+    Where one read has several uses, each is added as it arrives, as in eager, whose reads are one tensor. Of a tied
+    parameter's several outputs the first carries the total and the others become None. Where a summand does not come
+    from a reduce-scatter alone, or dtypes, ops or groups differ, the parameter is left alone and noted. Source:
+    FSDP2's ``_fsdp_param_group.py``, ``post_backward``, reduces ``unsharded_param.grad``; autograd's
+    ``input_buffer.cpp`` accumulates in order of arrival.
 
     Where the step calls backward several times, FSDP2 adds what each call yields after its cast. Source: FSDP2's
     ``_fsdp_param.py``, ``to_accumulated_grad_if_needed``.

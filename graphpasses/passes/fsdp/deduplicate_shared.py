@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from torch import fx
 
 from graphpasses.analysis.backward import is_backward
-from graphpasses.analysis.effects import is_written
+from graphpasses.analysis.effects import is_written, written_memory
 from graphpasses.analysis.parameter_collectives import UNSHARD_OPS
 from graphpasses.graph import Stage, TrainGraph
-from graphpasses.graph.nodes import freeze
+from graphpasses.graph.nodes import freeze, storages
 from graphpasses.passes.runner import GraphPass, Numerics
 
 
@@ -34,7 +34,8 @@ def _plan_chains(graph: TrainGraph) -> dict[fx.Node, fx.Node]:
     """
     first: dict[object, fx.Node] = {}
     repeated: dict[fx.Node, fx.Node] = {}
-    chain = {node for _, node in graph.parameter_placeholders() if not is_written(node)}
+    written = written_memory(graph.graph)
+    chain = {node for _, node in graph.parameter_placeholders() if written.isdisjoint(storages(node))}
     unshards = set(map(id, UNSHARD_OPS))  # operators' hashes take as long as all else
     for node in graph.graph.nodes:
         if id(node.target) not in unshards:
@@ -53,8 +54,7 @@ def _plan_chains(graph: TrainGraph) -> dict[fx.Node, fx.Node]:
 class DeduplicateShared(GraphPass):
     """Computes once what a step shares: placeholders and unshard chains.
 
-    A tied parameter reaches the graph once per name, and a parameter that is read twice is gathered twice. The pass
-    keeps one placeholder and one all-gather::
+    Of a parameter that is tied, or read twice, it keeps one placeholder and one all-gather::
 
           emb = parameter('emb.weight')  # f32[2, 4]
         - head = parameter('head.weight', same_as='emb.weight')  # f32[2, 4]

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from torch import fx
 
-from graphpasses.analysis.parameter_collectives import ALL_REDUCES, REDUCE_SCATTERS, Gather, find_gathers
+from graphpasses.analysis.parameter_collectives import ALL_REDUCES, REDUCE_SCATTERS, find_gathers, movable
 from graphpasses.fsdp.graph_layout import UNPACK_OPS
 from graphpasses.graph import WAIT, Stage, TrainGraph, is_collective, wait_of
 from graphpasses.graph.nodes import reach
@@ -33,8 +33,8 @@ def unpack_chain(wait: fx.Node) -> list[fx.Node] | None:
 class PrefetchCollectives(GraphPass):
     """Overlaps collectives with compute, as FSDP2 does, by moving launches and waits; no value changes.
 
-    As traced, every collective is waited for at once. The all-gather of the bucket that is used next is launched
-    before the wait for the current one. A reduce-scatter is waited for when the next one is about to be launched::
+    The all-gather of the bucket that is used next is launched before the wait for the current one. A reduce-scatter
+    is waited for when the next one is about to be launched, not at once::
 
           first = parameter('first')  # f32[2, 4]
           second = parameter('second')  # f32[2, 4]
@@ -57,7 +57,7 @@ class PrefetchCollectives(GraphPass):
           return second_grad, first_grad  # gradient of second, gradient of first
 
     An HSDP all-reduce is waited for one later, so that at most one of each holds its buffers. Gathers that depend on
-    compute stay; so do reductions whose result the step computes with, such as those of tensor parallelism.
+    compute, or on writes, stay; so do reductions whose result the step computes with, as of tensor parallelism.
 
     Example:
         >>> with fake_process_group(2):
@@ -77,17 +77,13 @@ class PrefetchCollectives(GraphPass):
     def rewrite(self, graph: TrainGraph) -> int:
         """Moves nodes of ``graph`` in place; returns the number of launches and waits that moved."""
         before = places(graph)
-        _launch_early(find_gathers(graph))
+        for current, following in pairwise(movable(graph, find_gathers(graph))):
+            for node in following.chain:
+                if node > current.wait:
+                    current.wait.prepend(node)
         reduce_scatters = [node for node in before if node.target in REDUCE_SCATTERS]
         _wait_late(reduce_scatters, graph.graph.output_node())
         return sum(before[node] != index for node, index in places(graph).items())
-
-
-def _launch_early(gathers: list[Gather]) -> None:
-    for current, following in pairwise(gathers):
-        for node in following.chain:
-            if node > current.wait:
-                current.wait.prepend(node)
 
 
 def _wait_late(reduce_scatters: list[fx.Node], output: fx.Node) -> None:

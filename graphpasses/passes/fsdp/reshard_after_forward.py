@@ -8,22 +8,23 @@ from torch import fx
 
 from graphpasses._torch.gloo import ALL_GATHER
 from graphpasses.analysis.backward import is_backward
-from graphpasses.analysis.parameter_collectives import UNSHARD_OPS, find_gathers
+from graphpasses.analysis.effects import written_memory
+from graphpasses.analysis.parameter_collectives import UNSHARD_OPS, find_gathers, movable
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import Stage, TrainGraph
-from graphpasses.graph.nodes import reach
+from graphpasses.graph.nodes import reach, storages
 from graphpasses.passes.runner import GraphPass, Numerics
 
 
 def _plan(graph: TrainGraph, resharded: frozenset[str]) -> list[tuple[list[fx.Node], list[fx.Node]]]:
     """Returns, per forward all-gather of resharded parameters that backward reads, what to repeat, and for whom."""
-    plans = []
-    for gather in find_gathers(graph):
+    plans, written = [], written_memory(graph.graph)
+    for gather in movable(graph, find_gathers(graph)):
         if is_backward(gather.all_gather) or not gather.fqns <= resharded:
             continue
         unsharded = _unsharded_values(gather.all_gather)
         readers = {user for node in unsharded for user in node.users if is_backward(user)}
-        if readers:
+        if readers and written.isdisjoint(storages(*unsharded)):
             plans.append((sorted({*gather.chain, *_needed(unsharded, readers)}), sorted(readers)))
     return plans
 
@@ -65,8 +66,7 @@ def _apply(graph: TrainGraph, nodes: list[fx.Node], readers: list[fx.Node]) -> N
 class ReshardAfterForward(GraphPass):
     """Gathers the parameters of resharded buckets again before backward first reads them.
 
-    The traced graph keeps every unsharded parameter from forward to backward. FSDP2 frees a resharded group's after
-    forward, which saves memory and costs one more all-gather. The pass does the same::
+    As FSDP2 does, which frees them after forward: that saves memory and costs one more all-gather::
 
           weight = parameter('layer.weight')  # f32[2, 4]
           x = batch('x')  # f32[3, 4]
@@ -81,8 +81,9 @@ class ReshardAfterForward(GraphPass):
         + grad = aten.mm(y, waited)  # f32[3, 4]
           return loss, grad  # loss, x_grad
 
-    Parameters that backward does not read, such as an embedding's, are not gathered again (FSDP2 does, since
-    it cannot know). Source: FSDP2's ``_fsdp_param_group.py``, ``post_forward`` and ``pre_backward``.
+    Parameters that backward does not read, such as an embedding's, are not gathered again (FSDP2 does, since it
+    cannot know); nor are those that the step writes. Source: FSDP2's ``_fsdp_param_group.py``, ``post_forward`` and
+    ``pre_backward``.
 
     Args:
         plan: which buckets are resharded (``reshard_after_forward`` of their entries); None: as the ``fully_shard``

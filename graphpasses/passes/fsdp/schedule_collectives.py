@@ -27,11 +27,10 @@ _PARTS = 4
 class ScheduleCollectives(GraphPass):
     """Moves launches and waits to where the step waits least for the wire; no value changes.
 
-    As traced, every collective is waited for at once; FSDP2's fixed order gathers one bucket ahead. The pass plays
-    the step instead, on a stream that computes and a wire for each process group, and launches what may be sent when
-    the wire is about to be idle: all-gathers as far ahead as the budget allows, reductions behind those that would
-    be late. Reductions are waited for at the end, or where their memory is needed. Where the budget allows,
-    parameters are kept from forward to backward, and not gathered again::
+    The pass plays the step, on a stream that computes and a wire for each process group, and launches what may be
+    sent when the wire is about to be idle: all-gathers as far ahead as the budget allows, reductions behind those
+    that would be late. Reductions are waited for at the end, or where their memory is needed. Where the budget
+    allows, parameters are kept from forward to backward, and not gathered again::
 
           first = parameter('first')  # f32[2, 4]
           second = parameter('second')  # f32[2, 4]

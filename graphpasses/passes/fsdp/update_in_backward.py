@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpasses.analysis.effects import is_elementwise_on_lists, is_written
+from graphpasses.analysis.effects import is_elementwise_on_lists, is_written, written_inputs
 from graphpasses.graph import CapturedStep, InputKind, OutputKind, Stage, TrainGraph
 from graphpasses.graph.nodes import last_reads, storages
 from graphpasses.graph.train_graph import add_update_input
@@ -120,12 +120,22 @@ def _is_laid_out_as(gradient: fx.Node, parameter: torch.Tensor) -> bool:
     return all(mine == its for size, mine, its in strides if size != 1)
 
 
+def _made_by(graph: TrainGraph, gradients: Nodes) -> Nodes:
+    """Returns the calls after which gradients have their numbers: the last that write them, as hooks may."""
+    calls = ((node, storages(*written_inputs(node))) for node in graph.graph.nodes)
+    writes = {memory: node for node, written in calls for memory in written}
+    return {
+        fqn: max([gradient, *(writes[memory] for memory in storages(gradient) & writes.keys())])
+        for fqn, gradient in gradients.items()
+    }
+
+
 def _lay_out(graph: TrainGraph, stored: Nodes, gradients: Nodes) -> Nodes:
     """Copies gradients that are laid out otherwise than their parameters, as autograd does before it keeps them."""
-    copies = {}
+    copies, made_by = {}, _made_by(graph, gradients)
     for fqn, gradient in gradients.items():
         if not _is_laid_out_as(gradient, stored[fqn].meta["val"]):
-            with graph.graph.inserting_before(gradient.next):
+            with graph.graph.inserting_before(made_by[fqn].next):
                 contiguous = {"memory_format": torch.contiguous_format}
                 copies[gradient] = graph.emit(torch.ops.aten.clone.default, (gradient,), contiguous, like=gradient)
     graph.replace_outputs(copies)
@@ -134,7 +144,7 @@ def _lay_out(graph: TrainGraph, stored: Nodes, gradients: Nodes) -> Nodes:
 
 def _plan(graph: TrainGraph, stored: Nodes, gradients: Nodes, num_bytes: int) -> list[tuple[list[str], fx.Node]]:
     """Returns the parameters that are updated together, and the call after which they are."""
-    anchors = {fqn: max([gradient, *last_reads(stored[fqn])]) for fqn, gradient in gradients.items()}
+    anchors = {fqn: max([made, *last_reads(stored[fqn])]) for fqn, made in _made_by(graph, gradients).items()}
     groups: list[list[str]] = [[]]
     for fqn in sorted(anchors, key=anchors.__getitem__):
         groups[-1].append(fqn)
@@ -219,9 +229,8 @@ def _add_inputs(graph: TrainGraph, update: Update, stored: Nodes, gradients: Nod
 class UpdateInBackward(GraphPass):
     """Updates each parameter as soon as its gradient is there.
 
-    A step that was captured with an optimizer runs the update after its graph, when all gradients are there. Each
-    parameter's part of it moves to where its gradient is there and nothing reads the parameter any more. A step that
-    runs does not return gradients then, which are dead once they are used::
+    Of the update, which runs after the graph, each parameter's part moves to where its gradient is there and nothing
+    reads the parameter any more. A step that runs does not return gradients then, which are dead once used::
 
           weight = parameter('weight')  # f32[2, 2]
           batch_0 = batch('batch[0]')  # f32[3, 2]
@@ -241,8 +250,7 @@ class UpdateInBackward(GraphPass):
           return sum, t_3  # loss, gradient of weight
 
     Lists of parameters are cut: what an operator does with an element of its lists does not depend on the others. A
-    step that clips stays as it is, for clipping needs all gradients; as does one whose update needs several
-    parameters at once, or writes gradients.
+    step stays as it is that clips, or whose update needs several parameters at once, or writes gradients.
 
     Args:
         num_bytes: parameters are updated together, in the order in which their gradients come, once these are as

@@ -11,7 +11,7 @@ from graphpasses._torch import pytree
 from graphpasses._torch.symbols import example_size
 from graphpasses.agreement import CollectiveSequence, Question
 from graphpasses.analysis.dependencies import place_nodes
-from graphpasses.analysis.effects import operator_effects
+from graphpasses.analysis.effects import written_memory
 from graphpasses.fusion.compiled_regions import CompiledRegions, layout_of, what_runs
 from graphpasses.fusion.exact_operators import Function, is_exact, is_widening, measured_functions
 from graphpasses.fusion.measured import exact_functions, functions_in
@@ -63,7 +63,7 @@ def _widen_where_read(graph: TrainGraph, regions: tuple[Region, ...]) -> bool:
     Then what is kept from forward to backward is the narrow value.
     """
     of = {node: region for region in regions for node in region}
-    written = storages(*(each for node in graph.graph.nodes for each in operator_effects(node).writes))
+    written = written_memory(graph.graph)
     found = False
     for node in [*graph.graph.nodes]:
         if not is_widening(node) or not all(user in of for user in node.users):
@@ -131,10 +131,8 @@ class FuseExactly(GraphPass):
         + loss = aten.sum(add)  # bf16[]
           return loss  # loss
 
-    The graph keeps its operators, so that the proof looks at each. When the step is first called, each group is
-    compiled, and run beside eager's operators on all kinds of numbers; a single other bit raises
-    :class:`~graphpasses.errors.PipelineError`.
-
+    The graph keeps its operators, for the proof. When the step is first called, each group is compiled, and run
+    beside eager's operators on all kinds of numbers; one other bit raises :class:`~graphpasses.errors.PipelineError`.
     Source: IEEE 754-2019, 5.4.1 and 5.6; ATen computes half precision in float32 (``at::opmath_type``).
 
     Example:
@@ -149,21 +147,11 @@ class FuseExactly(GraphPass):
     name = "fuse-exactly"
     numerics = Numerics.BITWISE
     stages = frozenset({Stage.STEP, Stage.JOINT, Stage.FORWARD, Stage.BACKWARD})
-    runs_after = frozenset(
-        {
-            "deduplicate-shared",
-            "coalesce-grad-reductions",
-            "bucket-fsdp-collectives",
-            "canonical-reductions",
-            "reshard-after-forward",
-            "prefetch-collectives",
-            "schedule-collectives",
-            "fuse-table-updates",
-            "update-in-backward",
-            "overlap-all-to-all",
-            "reinplace-tbe-updates",
-        }
-    )
+    runs_after = frozenset({
+        "deduplicate-shared", "coalesce-grad-reductions", "bucket-fsdp-collectives", "canonical-reductions",
+        "reshard-after-forward", "prefetch-collectives", "schedule-collectives", "fuse-table-updates",
+        "update-in-backward", "overlap-all-to-all", "reinplace-tbe-updates",
+    })  # fmt: skip
 
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place, but for a joint one, whose halves are; returns the number of kernels."""

@@ -56,7 +56,8 @@ class Memory:
             return seen
         # What lies beside the root is what it was, or what was written there.
         beside = None if view.holds(place.view) else (value.number, held.beyond)
-        return self._opaque(leaf, ("part of memory", held.value.number, view, place.view, beside))
+        whole, view = self._flat(held.value, view)
+        return self._opaque(leaf, ("part of memory", whole.number, view, place.view, beside))
 
     def _write(self, node: fx.Node, value: Result, by: fx.Node) -> None:
         """Notes that an operator writes a value, or several, into the memory of a node."""
@@ -90,6 +91,12 @@ class Memory:
         if value.pieces is None or not held.has_elements_of(seen):
             return None
         return self._table.moved(value.dtype, seen.shape, value.pieces)
+
+    def _flat(self, value: Value, view: View) -> tuple[Value, View]:
+        """Returns a tensor without gaps as a vector, as its memory is the same in any shape; others as they are."""
+        flat = view._replace(shape=(math.prod(view.shape),), strides=(1,)) if view.is_known else view
+        found = self._reshaped(value, view, flat)
+        return (value, view) if found is None else (found, flat)
 
     def _now(self, root: Leaf) -> Value:
         """Returns what a tensor that is first in its memory holds now."""

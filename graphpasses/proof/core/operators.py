@@ -39,26 +39,16 @@ COMMUTATIVE = frozenset({aten.add.Tensor, aten.mul.Tensor})
 """What makes the same of two tensors of one dtype in any order, but for complex numbers."""
 
 # What copies elements, and is tagged by torch as nothing.
-_COPIES = frozenset(
-    {
-        aten.copy_.default,
-        aten._local_scalar_dense.default,
-        aten.zero_.default,
-        aten.fill_.Scalar,
-        aten.embedding.default,
-        aten.index.Tensor,
-        aten.index_select.default,
-        aten.gather.default,
-    }
-)
+_COPIES = (
+    aten.copy_.default, aten._local_scalar_dense.default, aten.zero_.default, aten.fill_.Scalar,
+    aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default,
+)  # fmt: skip
 # What in place computes otherwise: this rounds the number to half precision first.
-_UNLIKE_IN_PLACE = frozenset({aten.mul_.Scalar})
-SAMPLE_BY_SAMPLE = frozenset(
-    {
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-    }
-)
+_UNLIKE_IN_PLACE = (aten.mul_.Scalar,)
+SAMPLE_BY_SAMPLE = frozenset({
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+})  # fmt: skip
 """What uses the first stride of an operand only to find its samples: of one sample it makes no difference."""
 # What torch computes list by list, and adds elements up.
 _LIST_REDUCTIONS = ("aten._foreach_norm", "aten._foreach_powsum", "aten._foreach_max")

@@ -243,6 +243,32 @@ def test_the_proof_sees_exchanged_gradients() -> None:
         Pipeline((UpdateInBackward(), ExchangesGradients())).run(step)
 
 
+def halves(gradient: torch.Tensor) -> None:
+    torch._foreach_mul_([gradient], 0.5)  # an operator that returns none: the gradient's node stays the one before
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_what_a_hook_writes_is_applied(transposed: bool) -> None:
+    def trained(*, rewritten: bool) -> nn.Module:
+        model = build()
+        if transposed:  # whose gradient is laid out otherwise, and copied before it is kept
+            model[1].weight = nn.Parameter(model[1].weight.detach().t().contiguous().t())
+        for each in model.parameters():
+            each.register_hook(halves)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        if rewritten:
+            num_parts, _, step = run(capture(model, optimizer))
+            assert num_parts == 6
+            step(X)
+        else:
+            loss_fn(model, X).backward()
+            optimizer.step()
+        return model
+
+    models = (trained(rewritten=each).parameters() for each in (True, False))
+    assert all(same_bits(*each) for each in zip(*models, strict=True))
+
+
 def test_tied_parameters_are_updated_once() -> None:
     torch.manual_seed(0)
     model = LanguageModel()
