@@ -134,6 +134,9 @@ def _tensors(model: nn.Module, batch: Sequence[Any]) -> dict[str, torch.Tensor]:
     for index, module in enumerate(modules_and_lookups(model)):
         owner = fqns.get(module, f"{type(module).__name__} {index}")
         held = {**vars(module), **module._parameters, **module._buffers}
-        tensors |= {f"tensor {f'{owner}.{name}'.lstrip('.')!r}": each for name, each in held.items()}
+        for name in [name for name in held if name not in ("_parameters", "_buffers")]:
+            path = f"{owner}.{name}".lstrip(".")
+            for place, each in enumerate(tree_leaves(held[name])):  # also what a list or a dict holds
+                tensors[f"tensor {path if each is held[name] else f'{path}[{place}]'!r}"] = each
     whole = ((name, each) for name, each in tensors.items() if not isinstance(each, ShardedTensor))
     return {name: each for name, each in whole if isinstance(each, torch.Tensor)}

@@ -21,7 +21,8 @@ from graphpasses.graph import CapturedStep
 from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.returned import loss_of
 from graphpasses.graph.several_models import first_model
-from graphpasses.identity import same_bits
+from graphpasses.identity import containers_with_copies, same_bits
+from graphpasses.identity import put_back as give_items_back
 from graphpasses.state.left_tensors import with_gradients
 from graphpasses.state.optimizers import is_number
 from graphpasses.state.slots import values_restored
@@ -127,10 +128,10 @@ def values_put_back(
     model: nn.Module, tensors: Iterable[torch.Tensor], optimizers: Collection[Optimizer]
 ) -> Iterator[None]:
     """Puts back what is written into tensors, into a model's gradients, and into state and groups of optimizers."""
-    groups = [(group, dict(group)) for optimizer in optimizers for group in optimizer.param_groups]
-    states = [{each: dict(values) for each, values in optimizer.state.items()} for optimizer in optimizers]
+    kept = [each for of in optimizers for each in (of.state, *of.state.values(), *of.param_groups)]
+    items = [pair for each in kept for pair in containers_with_copies(each)]
     every: list[Any] = [*tensors, *(each.grad for each in with_gradients(model))]
-    every += [value for state in states for values in state.values() for value in values.values()]
+    every += [value for of in optimizers for values in of.state.values() for value in values.values()]
     before = [(local, local.clone()) for local in map(local_part, every) if isinstance(local, torch.Tensor)]
     try:
         yield
@@ -139,12 +140,8 @@ def values_put_back(
             for tensor, value in before:
                 if not same_bits(tensor, value):
                     tensor.copy_(value)
-        for optimizer, state in zip(optimizers, states, strict=True):
-            optimizer.state.clear()
-            optimizer.state.update(state)
-        for group, before_it in groups:
-            group.clear()
-            group.update(before_it)
+        for container, copy in items:
+            give_items_back(container, copy)
 
 
 def _optimizers(step: CapturedStep) -> tuple[Optimizer, ...]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 
 import graphpasses
 from graphpasses.errors import CaptureError, FidelityError
@@ -62,6 +67,50 @@ def test_a_part_of_a_model() -> None:
     graphpasses.check_compiled(loss_fn, model, torch.rand(SIZES))
     with pytest.raises(CaptureError, match=r"nothing that graphpasses\.compile made"):
         graphpasses.check_compiled(loss_fn, Net(), torch.rand(SIZES))
+
+
+class Cached(nn.Module):
+    """Keeps tensors in a list and a dict, which it writes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.rows, self.by_name = [torch.zeros(4)], {"sum": (torch.zeros(4),)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.rows[0].add_(1)
+            self.by_name["sum"][0].add_(x.sum(0))
+        out: Tensor = self.body(x + self.rows[0] + self.by_name["sum"][0])
+        return out
+
+
+def test_tensors_in_containers_are_put_back() -> None:
+    model = Cached()
+    graphpasses.check_compiled(loss_fn, graphpasses.compile(model, inner="aot_eager"), torch.rand(SIZES))
+    assert not model.rows[0].any()
+    assert not model.by_name["sum"][0].any()
+
+
+class CountingSGD(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.param_groups[0].setdefault("history", []).append(len(self.state))
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("seen", []).append(1)
+        super().step(closure)
+
+
+def test_containers_of_optimizers_in_backward_are_put_back() -> None:
+    model = nn.Linear(4, 1)
+    apply_optimizer_in_backward(CountingSGD, model.parameters(), {"lr": 0.1})
+    (optimizer,) = model.weight._in_backward_optimizers  # type: ignore[attr-defined]
+    history: list[int] = optimizer.param_groups[0].setdefault("history", [])
+    seen = optimizer.state[model.weight]["seen"] = [0]
+    graphpasses.check_compiled(loss_fn, graphpasses.compile(model, inner="aot_eager"), torch.rand(SIZES))
+    assert optimizer.param_groups[0]["history"] is history
+    assert history == []
+    assert optimizer.state[model.weight]["seen"] is seen
+    assert seen == [0]
 
 
 class GivenTwice(nn.Module):
