@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -122,16 +122,11 @@ def operators_of_eager(note: Callable[[str], None]) -> Iterator[None]:
     """
     # Those that someone has asked for: others have no kernels in Python. Dynamo enters this for each frame.
     packets = [each for each in vars(torch.ops.aten).values() if isinstance(each, torch._ops.OpOverloadPacket)]
-    overloads = [
-        each
-        for packet in packets
-        if packet not in _SAME_BITS
-        for each in vars(packet).values()
-        if isinstance(each, torch._ops.OpOverload) and each.py_kernels
-    ]
+    overloads = [each for packet in packets if packet not in _SAME_BITS for each in vars(packet).values()]
     removed = [
         (each, key, each.py_kernels.pop(key))
         for each in overloads
+        if isinstance(each, torch._ops.OpOverload)
         for key in _ABOVE_FORMULAS
         if key in each.py_kernels
     ]
@@ -316,7 +311,6 @@ def compile_inductor(
 
     With ``keep_order`` kernels run in the order of the graph's calls, which says when collectives start.
     """
-    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.pattern_matcher import stable_topological_sort
 
@@ -351,9 +345,9 @@ def compile_inductor(
     # Halves after Inductor's passes: those remove clones, as if no operator wrote into its arguments.
     ours = {"joint_custom_pre_pass": rewrite_joint, "post_grad_custom_post_pass": rewrite_half}
     patches: dict[str, Any] = {
-        name: _and(getattr(config, name), _Passes(rewrite, digest)) for name, rewrite in ours.items()
+        name: _and(getattr(inductor_config, name), _Passes(rewrite, digest)) for name, rewrite in ours.items()
     }
-    patches["custom_partitioner_fn"] = config.custom_partitioner_fn or _MinCut()
+    patches["custom_partitioner_fn"] = inductor_config.custom_partitioner_fn or _MinCut()
     if keep_order:
         patches["reorder_for_peak_memory"] = False
     # As an argument, since the backward graph may be compiled later, when the first backward runs.
@@ -364,7 +358,7 @@ def compile_inductor(
         compiled: Any = compile_fx(
             module, inputs, inner_compile=compile_graph, config_patches=patches, decompositions={}
         )
-    return cast(Compiled, compiled)
+    return compiled  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -14,21 +14,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 def before_forward(ddp: DistributedDataParallel) -> None:
     """Readies the reducer and broadcasts buffers, as ``ddp.forward`` does before it calls the module."""
-    pre_forward: Any = ddp._pre_forward
-    pre_forward(None)  # It moves what it is given to the module's device, and cannot do with nothing.
+    # It moves what it is given to the module's device, and cannot do with nothing.
+    ddp._pre_forward(None)  # type: ignore[no-untyped-call]
 
 
 def after_forward(ddp: DistributedDataParallel, outputs: Any) -> Any:
     """Makes the reducer expect this forward's gradients; returns the outputs to go on with."""
-    post_forward: Any = ddp._post_forward
-    return post_forward(outputs)
+    return ddp._post_forward(outputs)  # type: ignore[no-untyped-call]
 
 
 def running_ddp() -> DistributedDataParallel | None:
     """Returns the innermost module whose forward runs now."""
-    find: Any = DistributedDataParallel._get_active_ddp_module
-    active: DistributedDataParallel | None = find()
-    return active
+    return DistributedDataParallel._get_active_ddp_module()  # type: ignore
 
 
 def orders_buckets(ddp: DistributedDataParallel) -> bool:

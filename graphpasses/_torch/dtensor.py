@@ -69,10 +69,7 @@ def split_factor(placement: object) -> int:
 
 def wait_for(tensor: Tensor) -> Tensor:
     """Returns the plain tensor of a collective that may still be in flight."""
-    if isinstance(tensor, AsyncCollectiveTensor):
-        waited: Tensor = tensor.trigger_wait()  # type: ignore[no-untyped-call]
-        return waited
-    return tensor
+    return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor  # type: ignore
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
+from torch._inductor import config as inductor_config
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -19,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphpasses._torch.fake_mode import fake_mode_of
 
+_DIVISION = "eager_numerics.division_rounding"
 # What would let two operators become another, or an operator become an approximation.
 _EXACT = {
     "cpp.enable_floating_point_contract_flag": "off",
@@ -26,7 +29,7 @@ _EXACT = {
     # Inductor hands gcc -fno-signed-zeros and -fno-trapping-math; what follows the processor's flag comes after them.
     "cpp.march": "native -fsigned-zeros -ftrapping-math",
     "emulate_precision_casts": True,  # and no contraction in Triton's kernels
-    "eager_numerics.division_rounding": True,
+    _DIVISION: True,
     "eager_numerics.disable_ftz": True,
     "eager_numerics.use_pytorch_libdevice": True,
     "pattern_matcher": False,
@@ -39,6 +42,14 @@ _EXACT = {
     "cpp_wrapper": False,
     "freezing": False,
 }
+
+
+@contextmanager
+def divisions_kept() -> Iterator[dict[str, bool]]:
+    """Yields the setting by which Triton rounds quotients, and lets it be the same again afterwards."""
+    kept = {_DIVISION: inductor_config.eager_numerics.division_rounding}
+    with inductor_config.patch(kept):
+        yield kept
 
 
 @dataclass(frozen=True)
@@ -98,13 +109,12 @@ def compile_exactly(function: Callable[..., Any], inputs: Sequence[torch.Tensor]
         function: takes tensors like ``inputs`` and returns a list of tensors, all of them made by it.
         inputs: tensors, fake or not, that have the sizes, the strides and the dtypes of all later ones.
     """
-    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
 
     traced = trace_exactly(function, inputs)
     fakes = [node.meta["val"] for node in traced.graph.find_nodes(op="placeholder")]
     # Without these Inductor keeps nothing on disk of what is no graph of AOTAutograd's.
     kept, context = functorch_config.patch(bundled_autograd_cache=False), TracingContext(fake_mode_of(fakes))
-    with config.patch(_EXACT), kept, tracing(context), torch.no_grad():
+    with inductor_config.patch(_EXACT), kept, tracing(context), torch.no_grad():
         compiled: Any = compile_fx_inner(traced, fakes)
     return Kernel(compiled.current_callable, compiled._fx_graph_cache_key)

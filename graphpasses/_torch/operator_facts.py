@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed._functional_collectives  # registers an operator that is named below. Tested: 2.13.
 import typing_extensions
+from torch.types import py_sym_types
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from graphpasses._torch.fake_mode import is_fake, outside_tracing
@@ -28,6 +29,8 @@ FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
 _GROUP_NAMES = ("group_name", "group")
 _NUM_NUMBERS = 64
 
+PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.layout, torch.memory_format)
+"""The classes of arguments that are compared as they are."""
 LIFT_FRESH = torch.ops.aten.lift_fresh.default
 # In eager they are calls of Python.
 _STATES = ("graphpasses.read_random_state.default", "graphpasses.set_random_state.default")
@@ -83,16 +86,11 @@ def numbers_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
 def facts_of_value(value: Any) -> Any:
     """Returns what is compared of an argument that is no tensor and no list."""
-    match value:
-        case torch.SymInt() | torch.SymFloat() | torch.SymBool():
-            return None
-        case bool() | int() | float() | complex() | str() | None:
-            return value
-        case torch.dtype() | torch.layout() | torch.memory_format():
-            return value
-        case torch.device():
-            return value.type
-    return type(value).__name__
+    if isinstance(value, py_sym_types):
+        return None
+    if isinstance(value, torch.device):
+        return value.type
+    return value if isinstance(value, PLAIN) else type(value).__name__
 
 
 def named_ranks(func: Any, name: str, value: Any) -> tuple[int, ...] | None:

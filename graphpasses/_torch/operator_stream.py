@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._C._distributed_c10d import Work
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphpasses._torch import operator_facts as facts
+from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.fsdp2 import fsdp_groups, replicate_group, shard_group
 from graphpasses._torch.fsdp2_accumulation import unreduced_gradient
@@ -261,7 +261,7 @@ def _communicate(
         found = ((each, unreduced_gradient(each)) for each in group.fsdp_params)
         given = {each: gradient for each, gradient in found if gradient is not None}
     read_name, made_name = ("gradient", "reduced gradient") if is_reduced else ("shard", "parameter")
-    read = {each: stream.see(read_name, _local(tensor)) for each, tensor in given.items()}
+    read = {each: stream.see(read_name, local_part(tensor.detach())) for each, tensor in given.items()}
     original(*unused)
     if group.device.type != "cpu":
         torch.accelerator.synchronize(group.device)
@@ -274,12 +274,8 @@ def _communicate(
             continue
         fqn = parameter._param_fqn or parameter._module_info.param_name
         where = Where(fqn.rpartition(".")[0], None, in_backward=is_reduced, phase=phase)
-        made = stream.see(made_name, _local(result))
+        made = stream.see(made_name, local_part(result.detach()))
         stream.report(Operator(operator, where, (seen,), (made,), (fqn, *options), is_collective=True))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
 _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<function>.*)')

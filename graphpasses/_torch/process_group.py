@@ -32,9 +32,7 @@ class PythonProcessGroup(dist.ProcessGroup):
         """Sends a tensor to each rank of ``sent``, and fills that of each rank of ``received`` with one like it."""
         raise NotImplementedError
 
-    def allgather(  # type: ignore[override]
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
-    ) -> Work:
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Work:  # type: ignore
         """Gathers each input into one list of tensors, one per rank."""
         for parts, input in zip(outputs, inputs, strict=True):
             self.exchange("allgather", self._to_all(input), dict(enumerate(parts)))
@@ -96,17 +94,13 @@ class PythonProcessGroup(dist.ProcessGroup):
                 self.exchange("broadcast", {}, {opts.rootRank: tensor})
         return finished_work(tensors)
 
-    def gather(  # type: ignore[override]
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any
-    ) -> Work:
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:  # type: ignore[override]
         """Sends every rank's input to the root."""
         parts = dict(enumerate(outputs[0])) if opts.rootRank == self.rank() else {}
         self.exchange("gather", {opts.rootRank: inputs[0]}, parts)
         return finished_work(outputs)
 
-    def scatter(  # type: ignore[override]
-        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any
-    ) -> Work:
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Work:  # type: ignore[override]
         """Sends rank r the root's r-th input."""
         parts = dict(enumerate(inputs[0])) if opts.rootRank == self.rank() else {}
         self.exchange("scatter", parts, {opts.rootRank: outputs[0]})
@@ -114,11 +108,8 @@ class PythonProcessGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> Work:
         """Waits until every rank is here."""
-        self.exchange(
-            "barrier",
-            self._to_all(torch.zeros(1, device="cpu")),
-            {rank: torch.zeros(1, device="cpu") for rank in range(self.size())},
-        )
+        received = {rank: torch.zeros(1, device="cpu") for rank in range(self.size())}
+        self.exchange("barrier", self._to_all(torch.zeros(1, device="cpu")), received)
         return finished_work([])
 
     def _to_all(self, tensor: Tensor) -> dict[int, Tensor]:

@@ -12,6 +12,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphpasses._torch.operator_facts import PLAIN
 from graphpasses._torch.pytree import tree_leaves, tree_map
 from graphpasses._torch.schemas import returns_alias
 
@@ -78,13 +79,10 @@ def _strides_of(results: Any) -> tuple[tuple[int, ...] | None, ...]:
     return tuple(tuple(each.stride()) if _is_strided(each) else None for each in tree_leaves(results))
 
 
-_PLAIN = (int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-
-
 def _key(func: Any, args: Any, kwargs: Any) -> Any:
     """Returns what a call is given, of tensors kinds, sizes and strides; None where a size is no number."""
     found: list[Any] = [func]
     for each in tree_leaves((args, kwargs)):
         is_strided = _is_strided(each)
         found += (each.dtype, each.device.type, *each.shape, "strides", *each.stride()) if is_strided else (each,)
-    return tuple(found) if all(isinstance(each, _PLAIN) for each in found[1:]) else None
+    return tuple(found) if all(isinstance(each, (*PLAIN, torch.device)) for each in found[1:]) else None

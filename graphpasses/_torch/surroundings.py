@@ -58,11 +58,6 @@ def goes_on_to(edge: torch.autograd.graph.GradientEdge) -> bool:
         return True
 
 
-def changes_gradient(tensor: torch.Tensor) -> bool:
-    """Whether a hook may give a tensor's gradient other bits before it goes on."""
-    return bool(tensor._backward_hooks)
-
-
 _KEYS = (DispatchKey.AutocastCPU, DispatchKey.AutocastCUDA)
 ENTER, EXIT = _enter_autocast, _exit_autocast
 

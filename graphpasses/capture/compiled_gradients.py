@@ -17,13 +17,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from graphpasses._torch.aot_autograd import added_in_this_backward, boxed
 from graphpasses._torch.aot_values import adds_gradients, describe_input, described_outputs
-from graphpasses._torch.surroundings import (
-    after_this_backward,
-    backward_node,
-    changes_gradient,
-    goes_on_to,
-    never_compiled,
-)
+from graphpasses._torch.module_hooks import gradient_hooks
+from graphpasses._torch.surroundings import after_this_backward, backward_node, goes_on_to, never_compiled
 from graphpasses.analysis.effects import has_gradient, reached_outputs
 from graphpasses.capture.autocast_casts import autocasts_around
 from graphpasses.capture.late_updates import Compile, Compiled, compile_whole
@@ -232,7 +227,7 @@ class CompiledGradients:
         places = {each.output_nr: i for i, each in enumerate(outputs) if getattr(each, "grad_fn", None) is node}
         tensors = [index for index, value in enumerate(inputs) if isinstance(value, Tensor)]
         several = {index for index, count in enumerate(self.num_summands) if count > 1}
-        watched = {index for index in several if not changes_gradient(inputs[index])}
+        watched = {index for index in several if not gradient_hooks(inputs[index])}  # which may give others
         this = ref(node)
 
         def after(

@@ -34,8 +34,8 @@ from graphpasses.capture.late_updates import LateUpdates, compile_whole
 from graphpasses.capture.returned_views import ReturnedViews, take_views_out
 from graphpasses.capture.traced_strides import runner
 from graphpasses.embedding.backward_checks import check_lookups
+from graphpasses.embedding.torchrec.eager_parts import check_pipeline
 from graphpasses.embedding.torchrec.fake_kernels import fake_kernels_if_loaded
-from graphpasses.embedding.torchrec.pipelines import check_pipeline
 from graphpasses.errors import PipelineError, UnsupportedError
 from graphpasses.graph import Stage
 from graphpasses.graph.nodes import source_line

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
 
 from graphpasses._torch.patching import constant
 from graphpasses.embedding.torchrec.input_dists import shardings_of
+from graphpasses.errors import UnsupportedError
 
 _OPTIMIZERS = ("EMAINPLACE_ROWWISE_ADAGRAD", "ENSEMBLE_ROWWISE_ADAGRAD")
 _WEIGHT_DECAYS = ("COUNTER", "COWCLIP")
@@ -57,6 +60,22 @@ def begun_by_pipeline(original: Callable[..., Any]) -> Callable[..., Any]:
         "torch.compile(model) returns, not a model compiled in place, to have it in the graph"
     )
     return _eagerly_if(lambda module: True, original, _waiting(original), reason)
+
+
+def check_pipeline() -> None:
+    """Raises if the pipeline that traces a compiled model now is ``TrainPipelineSemiSync``, whose bits no loop has.
+
+    Other pipelines find no module in a compiled model whose input dist they could start early, so they have a loop's.
+    """
+    pipelines = sys.modules.get("torchrec.distributed.train_pipeline.train_pipelines")
+    frame: FrameType | None = sys._getframe(1)
+    while pipelines is not None and frame is not None:
+        if isinstance(frame.f_locals.get("self"), pipelines.TrainPipelineSemiSync):
+            raise UnsupportedError(
+                "TrainPipelineSemiSync looks up a batch before the update of the one before it, which a compiled "
+                "model does not: give it the uncompiled model, or use TrainPipelineSparseDist"
+            )
+        frame = frame.f_back
 
 
 def _inherited_forward() -> Callable[..., Any]:

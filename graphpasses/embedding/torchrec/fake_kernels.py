@@ -7,15 +7,17 @@ import functools
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
+from operator import attrgetter
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphpasses._torch.schemas import Rule, TracingKernels, has_kernel, operator_names
-from graphpasses.embedding.torchrec.traced_gradients import add_traced_gradients
+from graphpasses._torch.schemas import Rule, TracingKernels, below_autograd, has_kernel, operator_names
 from graphpasses.fbgemm.names import load_fbgemm
 
 # FBGEMM's `SparseType`, by value; its CPU lookups read any other as the dtype of the weights.
@@ -152,6 +154,74 @@ _RULES: dict[str, Rule] = {
 }
 
 
+# ---- gradients that CPU kernels hide: autograd runs inside the kernel, where a tracer does not look -----
+# Each is made of the same kernels that eager's forward and backward run, so results keep eager's bits.
+
+# The arguments of a lookup that kernels read for the gradient of its table, and of the weights of its indices.
+_READ_FOR_TABLE = attrgetter(
+    *("weights_offsets", "D_offsets", "max_D", "hash_size_cumsum", "total_hash_size_bits"),
+    *("indices", "offsets", "pooling_mode", "indice_weights"),
+)
+_READ_FOR_WEIGHTS = attrgetter(
+    *("dev_weights", "weights_offsets", "D_offsets", "indices", "offsets", "feature_requires_grad")
+)
+
+
+class _DenseLookup(torch.autograd.Function):
+    """Pooled lookup whose gradient is a whole table, as data-parallel tables need it."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, indice_weights: Tensor | None, call: SimpleNamespace) -> Tensor:
+        ctx.call = call
+        with below_autograd():
+            output: Tensor = torch.ops.fbgemm.dense_embedding_codegen_lookup_function(**vars(call))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), call = grad_outputs, ctx.call
+        weights_gradient = indice_weights_gradient = None
+        if ctx.needs_input_grad[0]:
+            # FBGEMM declares that it writes the table, of which it reads only the shape: one number stands in for it,
+            # so that functionalization does not copy the table.
+            table = call.dev_weights.new_zeros(()).expand_as(call.dev_weights)
+            weights_gradient = torch.ops.fbgemm.split_embedding_backward_codegen_dense_cpu(
+                grad, table, *_READ_FOR_TABLE(call)
+            )
+        if ctx.needs_input_grad[1]:
+            indice_weights_gradient = torch.ops.fbgemm.split_embedding_codegen_grad_indice_weights_cpu(
+                grad, *_READ_FOR_WEIGHTS(call)
+            )
+        return weights_gradient, indice_weights_gradient, None
+
+
+def _traced_dense_lookup(call: SimpleNamespace) -> Tensor:
+    apply: Callable[..., Tensor] = _DenseLookup.apply
+    return apply(call.dev_weights, call.indice_weights, call)
+
+
+def _traced_padded_by_key(call: SimpleNamespace) -> list[Tensor]:
+    return [
+        torch.ops.fbgemm.jagged_to_padded_dense(
+            call.values[start:stop],
+            [torch.ops.fbgemm.asynchronous_complete_cumsum(lengths)],
+            [max_length],
+            float(call.padding_value),
+        )
+        for lengths, (start, stop), max_length in zip(
+            call.lengths, pairwise(call.offset_per_key), call.max_lengths_per_key, strict=True
+        )
+    ]
+
+
+_TRACED_GRADIENTS: dict[str, Rule] = {
+    "fbgemm::dense_embedding_codegen_lookup_function": _traced_dense_lookup,
+    "fbgemm::index_select_dim0": lambda call: torch.index_select(call.input, 0, call.indices),
+    "fbgemm::stacked_jagged_1d_to_dense": _traced_padded_by_key,
+    "fbgemm::stacked_jagged_2d_to_dense": _traced_padded_by_key,
+}
+
+
 @functools.cache
 def _rule_of(name: str) -> Rule | None:
     return next((rule for pattern, rule in _RULES.items() if re.fullmatch(f"fbgemm::{pattern}", name)), None)
@@ -199,7 +269,9 @@ def _register() -> tuple[TracingKernels, tuple[str, ...]]:
     kernels = TracingKernels("fbgemm")
     for name, rule in rules.items():
         kernels.add_fake(name, rule)
-    add_traced_gradients(kernels, rules)
+    for name, rule in _TRACED_GRADIENTS.items():
+        if name in rules and not has_kernel(name, "Autograd", "AutogradCPU"):
+            kernels.add_autograd(name, rule)
     return kernels, tuple(rules)
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from torch import fx
 from torchtitan.experiments.graph_trainer import passes as titan
 
-from graphpasses._torch.inductor_settings import divisions_kept
+from graphpasses._torch.exact_kernels import divisions_kept
 
 BUCKETING = "joint_transformer_block_bucketing_reordering_pass"
 
