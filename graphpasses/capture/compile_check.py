@@ -131,12 +131,14 @@ def _tensors(model: nn.Module, batch: Sequence[Any]) -> dict[str, torch.Tensor]:
     fqns = {module: fqn for fqn, module in model.named_modules()}
     given = (each for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) for each in read_tensors(leaf))
     tensors: dict[str, Any] = {f"tensor {index} of the batch": each for index, each in enumerate(given)}
+    inside: dict[str, Any] = {}  # of lists and dicts
     for index, module in enumerate(modules_and_lookups(model)):
         owner = fqns.get(module, f"{type(module).__name__} {index}")
-        held = {**vars(module), **module._parameters, **module._buffers}
-        for name in [name for name in held if name not in ("_parameters", "_buffers")]:
+        for name, value in {**vars(module), **module._parameters, **module._buffers}.items():
             path = f"{owner}.{name}".lstrip(".")
-            for place, each in enumerate(tree_leaves(held[name])):  # also what a list or a dict holds
-                tensors[f"tensor {path if each is held[name] else f'{path}[{place}]'!r}"] = each
-    whole = ((name, each) for name, each in tensors.items() if not isinstance(each, ShardedTensor))
-    return {name: each for name, each in whole if isinstance(each, torch.Tensor)}
+            tensors[f"tensor {path!r}"] = value
+            inside |= {f"tensor {f'{path}[{place}]'!r}": each for place, each in enumerate(tree_leaves(value))}
+    whole = ((name, each) for name, each in (tensors | inside).items() if not isinstance(each, ShardedTensor))
+    every = {name: each for name, each in whole if isinstance(each, torch.Tensor)}
+    first = {id(each): name for name, each in reversed(every.items())}
+    return {name: each for name, each in every.items() if first[id(each)] == name}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -121,7 +121,7 @@ def _while_tracing() -> Iterator[None]:
         yield
 
 
-@functools.partial(Backend, wrap=_wrap, while_tracing=_while_tracing, when_recorded=check_pipeline)
+@partial(Backend, wrap=_wrap, while_tracing=_while_tracing, when_recorded=check_pipeline)
 def graphpasses(
     module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
@@ -165,7 +165,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
         rewritten.add_input(late.empty, "the end of the gradients")
         kept.append(len(rewritten.inputs) - 1)
     rewritten.remove_inputs(set(range(len(rewritten.inputs))) - set(kept))
-    read = functools.partial(
+    read = partial(
         read_aot_graph,
         given=rewritten.inputs,
         model=ref(model),
@@ -199,21 +199,16 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
             gradients.uses.return_apart(gm.graph)
         return made.runs_as
 
-    at = functools.partial(functools.partial, rewrite)
-    stages = Stages(
-        at(Stage.JOINT),
-        at(Stage.FORWARD),
-        at(Stage.BACKWARD),
-        fake_kernels_if_loaded,
-        late.compile if late is not None else gradients.uses.compile if keeps_bits else compile_whole,
-    )
+    joint, forward, backward = (partial(rewrite, each) for each in (Stage.JOINT, Stage.FORWARD, Stage.BACKWARD))
+    compile_backward = late.compile if late is not None else gradients.uses.compile if keeps_bits else compile_whole
+    stages = Stages(joint, forward, backward, fake_kernels_if_loaded, compile_backward)
     num_given = len(captured.inputs)
     given = [index for index in kept if index < num_given]
     added = [rewritten.live[index] for index in kept if index >= num_given][: None if late is None else -1]
     fakes = [inputs[index] for index in given] + [node.meta["val"] for node in rewritten.placeholders[len(given) :]]
     with _undecided_named(captured.graph):
         if keeps_bits:
-            compiled = compile_aot_eager(rewritten.module, fakes, stages, functools.partial(runner, note=report.warn))
+            compiled = compile_aot_eager(rewritten.module, fakes, stages, partial(runner, note=report.warn))
         else:
             facts = "\n".join(map(repr, (options.pipeline.uuid(), *rewritten.inputs)))
             digest = hashlib.sha256(facts.encode()).hexdigest()

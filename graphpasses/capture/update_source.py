@@ -226,21 +226,16 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def _text(one: Any, other: Any) -> str:
-    texts = [
-        "nothing"
-        if each is MISSING
-        else "a tensor"
-        if isinstance(each, torch.Tensor)
-        else type(each.value).__name__
-        if type(each) is TracedNumber
-        else type(each).__name__
-        for each in (one, other)
-    ]
-    return (
-        f"{texts[0]} before and another {texts[1]} then"
-        if texts[0] == texts[1]
-        else " before and ".join(texts) + " then"
-    )
+    before, then = map(_kind, (one, other))
+    return f"{before} before and {'another ' if before == then else ''}{then} then"
+
+
+def _kind(value: Any) -> str:
+    if value is MISSING:
+        return "nothing"
+    if isinstance(value, torch.Tensor):
+        return "a tensor"
+    return type(value.value if type(value) is TracedNumber else value).__name__
 
 
 NOT_FOLLOWED = f"which a captured step does not follow; {INSTEAD}"
