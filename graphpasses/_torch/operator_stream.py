@@ -109,14 +109,11 @@ class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
         if state is not None:
             inputs = (*inputs, replace(self.see("random state", state), memory=None))
         keeps = self._num_calls in self._keep
-        kept = (
-            {"args": _copied(args), "kwargs": _copied(dict(kwargs)), "random_state": state, "random_device": device}
-            if keeps
-            else {}
-        )
+        kept = {"args": _copied(args), "kwargs": _copied(dict(kwargs))} if keeps else {}
         results = func(*args, **kwargs)
         outputs = self._outputs(func, given, results)
         if keeps:
+            kept |= {"random_state": state, "random_device": device}
             self.kept[self._num_calls] = {"operator": str(func), **kept, "results": _copied(results)}
         communicates, arguments = func.namespace in (*FUNCTIONAL, "c10d"), tuple(_texts(func, given))
         self.report(Operator(str(func), where, inputs, outputs, arguments, node, communicates))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from graphpasses._torch.fake_autograd import num_gradients
+from graphpasses._torch.surroundings import num_gradients
 from graphpasses.analysis.effects import has_gradient, nodes_in
 from graphpasses.errors import FidelityError
 from graphpasses.graph import DynamoGraph

@@ -280,9 +280,7 @@ def certain_value(node: fx.Node) -> bool | None:
     if not isinstance(compared, fx.Node) or compared.target not in _COMPARISONS:
         return None
     drawn, bound = compared.args
-    if not isinstance(drawn, fx.Node) or drawn.target is not aten.rand.default:
-        return None
-    if not isinstance(bound, (int, float)):
+    if getattr(drawn, "target", None) is not aten.rand.default or not isinstance(bound, (int, float)):
         return None
     # Between 0 and 1, which low precision may round to, a comparison changes once at most.
     compare = _COMPARISONS[compared.target]

@@ -15,7 +15,6 @@ from torch.fx.traceback import annotate
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from graphpasses._torch.dynamo import compiled_calls_raise
-from graphpasses._torch.fake_autograd import functions_behind
 from graphpasses._torch.fake_mode import is_fake, strides_of_kernels
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_tracing import communication_traced, other_models_refused
@@ -27,6 +26,7 @@ from graphpasses._torch.recorded_operator import MODULE_FQN, Operator
 from graphpasses._torch.schemas import is_tensor_subclass
 from graphpasses._torch.step_tracer import TRACING, TracedFunction, held_traced, trace_with_torch
 from graphpasses._torch.strides_of_eager import Strides, strides_known
+from graphpasses._torch.surroundings import functions_behind
 from graphpasses._torch.symbols import each_size_its_own, mark_dims
 from graphpasses.capture import refusals
 from graphpasses.capture.guards import Decisions

@@ -24,8 +24,7 @@ from graphpasses.analysis import parameter_collectives
 from graphpasses.analysis.backward import is_backward
 from graphpasses.analysis.parameter_collectives import ALL_REDUCE, CAST, GradReduction, added_uses
 from graphpasses.errors import UnsupportedError
-from graphpasses.graph import WAIT, TrainGraph, argument
-from graphpasses.graph.parameters import get_state
+from graphpasses.graph import WAIT, TrainGraph, argument, get_state
 
 aten = torch.ops.aten
 

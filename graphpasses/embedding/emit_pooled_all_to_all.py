@@ -11,8 +11,7 @@ import torch
 from torch import fx
 
 from graphpasses.embedding.torchrec.pooled_all_to_all import VIEWS, PooledAllToAll
-from graphpasses.graph import ALL_TO_ALL, WAIT, TrainGraph, argument
-from graphpasses.graph.nodes import wait_of
+from graphpasses.graph import ALL_TO_ALL, WAIT, TrainGraph, argument, wait_of
 from graphpasses.graph.size_arithmetic import SizeArithmetic
 from graphpasses.ops.join_lookups import JOIN_FEATURES, SPLIT_FEATURES
 from graphpasses.ops.pack_all_to_all import PACK_POOLED_EMBEDDINGS

@@ -17,8 +17,7 @@ from graphpasses._torch.fx_graphs import extracted, lazy_module
 from graphpasses.analysis.parameter_collectives import CAST, UNSHARD_OPS, find_grad_reductions, gradient_summands
 from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.plan import BucketPlan
-from graphpasses.graph import TrainGraph, argument
-from graphpasses.graph.nodes import fake_value
+from graphpasses.graph import TrainGraph, argument, fake_value
 
 aten = torch.ops.aten
 
