@@ -222,7 +222,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
             running().place += 1
         for check in checks:
             check()
-        values = whole = (*values, *views.make(*values))
+        values = whole = (*values, *views.before(*values))
         for check_inputs in input_checks:
             check_inputs(values)
         if cast_names:
