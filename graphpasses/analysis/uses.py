@@ -25,7 +25,7 @@ _CALLED = {
 
 def num_uses(value: fx.Node) -> int:
     """Returns how many gradients eager adds for a value of a Dynamo graph."""
-    return sum(_num_uses_in(call, value) for call in value.users if has_gradient(call))
+    return sum(num_uses_in(call, value) for call in value.users if has_gradient(call))
 
 
 def check_added_one_by_one(graph: DynamoGraph) -> None:
@@ -66,7 +66,8 @@ def _check(graph: fx.Graph, inputs: Mapping[fx.Node, _Input], count: Callable[[f
         _check(_called(call), passed, count)
 
 
-def _num_uses_in(call: fx.Node, value: fx.Node) -> int:
+def num_uses_in(call: fx.Node, value: fx.Node) -> int:
+    """Returns how many gradients a call of a Dynamo graph gives a value in eager's backward."""
     if call.target in _CALLED:
         return sum(num_uses(inner) for inner, operand in _passed(call) if operand is value)
     found = num_gradients(call, value)

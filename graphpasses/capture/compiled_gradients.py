@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Self
 from weakref import ref
 
@@ -20,6 +21,7 @@ from graphpasses._torch.aot_values import adds_gradients, describe_input, descri
 from graphpasses._torch.module_hooks import gradient_hooks
 from graphpasses._torch.surroundings import after_this_backward, backward_node, goes_on_to, never_compiled
 from graphpasses.analysis.effects import has_gradient, reached_outputs
+from graphpasses.analysis.uses import num_uses_in
 from graphpasses.capture.autocast_casts import autocasts_around
 from graphpasses.capture.late_updates import Compile, Compiled, compile_whole
 from graphpasses.errors import FidelityError, UnsupportedError
@@ -96,6 +98,7 @@ class UsesApart:
         self._open: set[int | None] = {
             index for index, item in enumerate(graph.inputs) if item.kind in kinds and not self._num_views[index]
         }
+        self._graph = graph
         self.num_uses: dict[int, int] = {}
         self._places: dict[int, slice] = {}  # of each input's gradients, in what the backward graph returns
         self._num_outputs: int | None = None  # of the backward graph, once there is one
@@ -110,12 +113,26 @@ class UsesApart:
             if written is not None:
                 self._open.discard(written)
             if index is not None and isinstance(value, fx.Node):
-                counts[index] = max(counts[index], self._num_views[index] + len(_summands(value)))
+                num_summands = self._num_summands(index, value)
+                counts[index] = max(counts[index], self._num_views[index] + num_summands)
                 if not attr and index in self._open and counts[index] > 1:
-                    self.num_uses[index] = counts[index]
+                    self.num_uses[index] = num_summands
         for index in self.num_uses.keys() - self._open:
             del self.num_uses[index]
         return counts
+
+    @cached_property
+    def _reached(self) -> Collection[fx.Node]:
+        return reached_outputs(self._graph.graph).keys()
+
+    def _num_summands(self, index: int, value: fx.Node) -> int:
+        """Returns of how many gradients the one of an input is the sum; what is used may pass on another sum."""
+        if not adds_gradients(value):
+            return 1
+        node = self._graph.placeholders[index]
+        return min(
+            len(_summands(value)), sum(num_uses_in(user, node) for user in node.users if user in self._reached)
+        )
 
     def return_apart(self, backward: fx.Graph) -> None:
         """Lets a backward graph return the gradients of uses after its outputs, the first in place of their sum."""
@@ -126,7 +143,7 @@ class UsesApart:
         sums: list[fx.Node] = []
         for place, (value, index, *_) in enumerate(outputs):
             if index in self.num_uses and isinstance(value, fx.Node):
-                summands = _summands(value)
+                summands = _summands(value, self.num_uses[index])
                 if len(summands) == self.num_uses[index]:
                     self._places[index] = slice(len(values), len(values) + len(summands))
                     values += summands
@@ -175,10 +192,10 @@ class UsesApart:
 _REPLACE = torch.ops.aten.set_.source_Tensor  # an assignment to `.data` of an input
 
 
-def _summands(value: fx.Node) -> list[fx.Node]:
-    """Returns the gradients that are added to one, the first first."""
+def _summands(value: fx.Node, num_summands: float = math.inf) -> list[fx.Node]:
+    """Returns the gradients that are added to one, the first first, so many at most."""
     found: list[fx.Node] = []
-    while adds_gradients(value):
+    while adds_gradients(value) and len(found) + 1 < num_summands:
         before, last = value.args
         assert isinstance(before, fx.Node)
         assert isinstance(last, fx.Node)

@@ -65,6 +65,11 @@ def of_a_view(h: Tensor) -> tuple[Tensor, ...]:
     return view, view[1:], view.to(h.dtype), view.T, view.softmax(0) * view
 
 
+def of_a_sum(h: Tensor) -> tuple[Tensor, ...]:
+    total = h.mean() + h  # whose gradient, a sum, it passes on to h
+    return total, total.softmax(-1)
+
+
 @pytest.mark.parametrize(
     "uses",
     [
@@ -81,6 +86,7 @@ def of_a_view(h: Tensor) -> tuple[Tensor, ...]:
         lambda h: (h[1:], h.exp() * h, h[:2], h[1:].t()),
         of_parts,
         of_a_view,
+        of_a_sum,
     ],
 )
 def test_uses_are_added_one_by_one(uses: Uses) -> None:
