@@ -121,9 +121,10 @@ def num_gradients(call: fx.Node, value: fx.Node) -> int | None:
     def given(node: fx.Node) -> Any:
         fake: Any = node.meta.get("val")
         if node not in copies:
-            is_tensor = isinstance(fake, Tensor)
-            # Written in place it must be no leaf.
-            copies[node] = fake.detach().requires_grad_(fake.requires_grad).clone() if is_tensor else fake
+            if isinstance(fake, Tensor):  # written in place it must be no leaf
+                made = fake.detach().requires_grad_(fake.requires_grad).clone()
+                fake = made if made.stride() == fake.stride() else made.as_strided(fake.size(), fake.stride())
+            copies[node] = fake
         return copies[node]
 
     with mode, torch.enable_grad():

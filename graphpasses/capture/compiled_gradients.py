@@ -28,7 +28,7 @@ from graphpasses.errors import FidelityError, UnsupportedError
 from graphpasses.fbgemm.lookups import find_triggers
 from graphpasses.graph import DynamoGraph, InputKind
 from graphpasses.graph.accumulation import shared_values
-from graphpasses.graph.nodes import fake_value, storages
+from graphpasses.graph.nodes import fake_value, reach, storages
 from graphpasses.identity import same_bits
 from graphpasses.ops.autograd_functions import alias_tensors, behind_uses, token_of, use_apart
 
@@ -129,10 +129,10 @@ class UsesApart:
         """Returns of how many gradients the one of an input is the sum; what is used may pass on another sum."""
         if not adds_gradients(value):
             return 1
-        node = self._graph.placeholders[index]
-        return min(
-            len(_summands(value)), sum(num_uses_in(user, node) for user in node.users if user in self._reached)
-        )
+        given = self._graph.placeholders[index]
+        same = reach([given], lambda node: [u for u in node.users if u.meta.get("val") is given.meta["val"]])
+        uses = [(user, node) for node in same for user in node.users if user in self._reached and user not in same]
+        return min(len(_summands(value)), sum(num_uses_in(*use) for use in uses))
 
     def return_apart(self, backward: fx.Graph) -> None:
         """Lets a backward graph return the gradients of uses after its outputs, the first in place of their sum."""

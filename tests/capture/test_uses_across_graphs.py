@@ -70,6 +70,17 @@ def of_a_sum(h: Tensor) -> tuple[Tensor, ...]:
     return total, total.softmax(-1)
 
 
+def of_an_expanded(h: Tensor) -> tuple[Tensor, ...]:
+    wide = h.sin().expand(2, *h.shape)
+    torch._dynamo.graph_break()
+    return wide, wide.contiguous(), wide / (wide.abs() + 0.7)
+
+
+def of_what_is_returned(h: Tensor) -> tuple[Tensor, ...]:
+    same = h.to(h.dtype)
+    return same.exp() * same, h.cos()
+
+
 @pytest.mark.parametrize(
     "uses",
     [
@@ -87,6 +98,8 @@ def of_a_sum(h: Tensor) -> tuple[Tensor, ...]:
         of_parts,
         of_a_view,
         of_a_sum,
+        of_what_is_returned,
+        of_an_expanded,
     ],
 )
 def test_uses_are_added_one_by_one(uses: Uses) -> None:
