@@ -19,6 +19,8 @@ class Loop:
         seed: decides all.
     """
 
+    breaks = 0.0
+
     def __init__(self, seed: int) -> None:
         self._random, self._seed = random.Random(f"{seed} loop"), seed
         self.is_compiled = seed % 4 == 0  # too

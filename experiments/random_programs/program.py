@@ -38,6 +38,8 @@ class Program:
         weights |= {"parameters": (5,), "buffers": (0, 1, 4), "rows": (0, 0, 4), "places": (0, 0, 5)}
         self._weights = {name: self._random.choice(each) for name, each in weights.items()}
 
+    breaks = 0.0  # how often the graph that Dynamo makes of a forward is broken behind a statement
+
     @property
     def is_compiled(self) -> bool:
         """Whether it is compiled, too: Dynamo does not guard all Python values, as the limits say."""
@@ -115,6 +117,8 @@ class Program:
             statement, made = self._random.choice(TABLES[table]), f"h{index}"
             a, b = (self._random.choice(live[-3:]) for _ in range(2))
             body += lines_of(self._fill(statement, a=a, b=b, o=made))
+            if self.breaks and self._random.random() < self.breaks:
+                body.append("torch._dynamo.graph_break()")
             live += [made] if "{o}" in statement else []
         # Whatever else was drawn, there is something to train.
         body.append(f"return {live[-1]}" + (" + F.linear(x, s.w1)" if name == "Model" else ""))
@@ -145,7 +149,23 @@ class Program:
         return lines
 
 
+class BrokenProgram(Program):
+    """A program that is compiled alone, whose forwards break Dynamo's graphs and have views across the breaks.
+
+    Args:
+        seed: decides all.
+    """
+
+    breaks = 0.4
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._values = []
+        self._weights = {**dict.fromkeys(self._weights, 0), "pure": 5, "parameters": 5, "inplace": 2, "views": 8}
+
+
 def lines_of(statement: str) -> list[str]:
+    statement = statement.replace("BREAK", "torch._dynamo.graph_break()")
     lines = [line for block in statement.split(" ;; ") for line in block.split(" ; ")]
     return [f"    {line[2:]}" if line.startswith("> ") else line for line in lines]
 

@@ -35,6 +35,8 @@ def judge(seed: int, folder: Path, outcomes: Outcomes, make: type[Program | Loop
             outcomes.add(str(seed), Outcome("eager cannot", error))
         return
     ways = OURS if program.is_compiled and not dist.is_initialized() else OURS[:2]
+    if program.breaks:
+        ways = ("compiled",)
     for way, outcome in judged(path, ways).items():
         if is_first:
             outcomes.add(f"{seed} {way}", outcome)

@@ -8,7 +8,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Self
 from weakref import ref
 
@@ -98,7 +98,7 @@ class UsesApart:
         self._open: set[int | None] = {
             index for index, item in enumerate(graph.inputs) if item.kind in kinds and not self._num_views[index]
         }
-        self._graph = graph
+        self._graph: DynamoGraph | None = graph  # until all of it is compiled: the model goes with what calls it
         self.num_uses: dict[int, int] = {}
         self._places: dict[int, slice] = {}  # of each input's gradients, in what the backward graph returns
         self._num_outputs: int | None = None  # of the backward graph, once there is one
@@ -108,12 +108,18 @@ class UsesApart:
         """Returns how many gradients eager adds for each input, which a joint graph adds, by position."""
         for node in joint.find_nodes(op="call_function", target=_REPLACE):  # an alias would be replaced
             self._open.discard(describe_input(node.args[0])[0])
-        counts = [*self._num_views]
+        assert self._graph is not None
+        counts, given = [*self._num_views], self._graph.placeholders
+        has_sums = any(map(adds_gradients, joint.nodes))
+        reached = reached_outputs(self._graph.graph) if has_sums else {}
         for value, index, written, attr, _ in described_outputs(joint):
             if written is not None:
                 self._open.discard(written)
             if index is not None and isinstance(value, fx.Node):
-                num_summands = self._num_summands(index, value)
+                num_summands = 1
+                if adds_gradients(value):  # what is used may pass on a sum of its own
+                    every = len(_summands(value))
+                    num_summands = min(every, _num_gradients(given[index], reached) or every)
                 counts[index] = max(counts[index], self._num_views[index] + num_summands)
                 if not attr and index in self._open and counts[index] > 1:
                     self.num_uses[index] = num_summands
@@ -121,18 +127,9 @@ class UsesApart:
             del self.num_uses[index]
         return counts
 
-    @cached_property
-    def _reached(self) -> Collection[fx.Node]:
-        return reached_outputs(self._graph.graph).keys()
-
-    def _num_summands(self, index: int, value: fx.Node) -> int:
-        """Returns of how many gradients the one of an input is the sum; what is used may pass on another sum."""
-        if not adds_gradients(value):
-            return 1
-        given = self._graph.placeholders[index]
-        same = reach([given], lambda node: [u for u in node.users if u.meta.get("val") is given.meta["val"]])
-        uses = [(user, node) for node in same for user in node.users if user in self._reached and user not in same]
-        return min(len(_summands(value)), sum(num_uses_in(*use) for use in uses))
+    def forget(self) -> None:
+        """Forgets the graph, of which a joint graph was read, or none will be."""
+        self._graph = None
 
     def return_apart(self, backward: fx.Graph) -> None:
         """Lets a backward graph return the gradients of uses after its outputs, the first in place of their sum."""
@@ -202,6 +199,13 @@ def _summands(value: fx.Node, num_summands: float = math.inf) -> list[fx.Node]:
         found.insert(0, last)
         value = before
     return [value, *found]
+
+
+def _num_gradients(given: fx.Node, reached: Collection[fx.Node]) -> int:
+    """Returns how many gradients eager adds for an input of a Dynamo graph, of which nodes are ``reached``."""
+    same = reach([given], lambda node: [user for user in node.users if user.meta.get("val") is given.meta["val"]])
+    uses = [(user, node) for node in same for user in node.users if user in reached and user not in same]
+    return sum(num_uses_in(user, node) for user, node in uses)
 
 
 @dataclass

@@ -213,6 +213,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
             facts = "\n".join(map(repr, (options.pipeline.uuid(), *rewritten.inputs)))
             digest = hashlib.sha256(facts.encode()).hexdigest()
             compiled = compile_inductor(rewritten.module, fakes, stages, digest, keep_order=communicates)
+    gradients.uses.forget()
     compiled = of.in_order(compiled)
     checks, input_checks, backward_checks = rewritten.checks, rewritten.input_checks, rewritten.backward_checks
     cast_names = {index: captured.inputs[index].fqn for index in casts if keeps_bits}

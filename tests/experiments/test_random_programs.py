@@ -10,7 +10,7 @@ import pytest
 from experiments.harness.outcome import Outcome, Outcomes
 from experiments.random_programs import running
 from experiments.random_programs.loop import Loop
-from experiments.random_programs.program import Program
+from experiments.random_programs.program import BrokenProgram, Program
 from experiments.random_programs.running import judge, judged, repair, shrunk
 from graphpasses.parity.launch import run_ranks
 from graphpasses.state.left_tensors import Left
@@ -67,6 +67,14 @@ def test_lines_at_which_eager_fails_go(tmp_path: Path) -> None:
     assert running.trained(path, "eager")[1].endswith("NameError: name 'missing' is not defined\n")
     assert not repair(path)
     assert "        h1 = h + 0" in path.read_text()
+
+
+@pytest.mark.slow
+def test_bits_over_broken_graphs(tmp_path: Path) -> None:
+    (path := tmp_path / "program.py").write_text(BrokenProgram(101).source())
+    assert "torch._dynamo.graph_break()" in path.read_text()
+    assert not repair(path)
+    assert judged(path, ("compiled",)) == {"compiled": Outcome("bits")}
 
 
 def test_a_seed_decides_the_program() -> None:
