@@ -13,7 +13,7 @@ from graphpasses._torch.surroundings import num_gradients
 from graphpasses.analysis.effects import has_gradient, nodes_in
 from graphpasses.errors import FidelityError
 from graphpasses.graph import DynamoGraph
-from graphpasses.graph.nodes import argument, attribute, source_line
+from graphpasses.graph.nodes import argument, attribute, reach, source_line
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 # Who has one gradient for all uses in a called function, who has not, and what to write instead.
@@ -23,9 +23,14 @@ _CALLED = {
 }
 
 
-def num_uses(value: fx.Node) -> int:
-    """Returns how many gradients eager adds for a value of a Dynamo graph."""
-    return sum(num_uses_in(call, value) for call in value.users if has_gradient(call))
+def num_uses(value: fx.Node, counts: Callable[[fx.Node], bool] = has_gradient) -> int:
+    """Returns how many gradients eager adds for a value of a Dynamo graph, by calls that count.
+
+    A call that returns the value itself, as ``x.contiguous()`` may, is no use; those of what it returns are.
+    """
+    same = reach([value], lambda node: [u for u in node.users if u.meta.get("val", u) is value.meta.get("val")])
+    uses = ((call, node) for node in same for call in node.users if call not in same and counts(call))
+    return sum(_num_uses_in(call, node) for call, node in uses)
 
 
 def check_added_one_by_one(graph: DynamoGraph) -> None:
@@ -66,8 +71,7 @@ def _check(graph: fx.Graph, inputs: Mapping[fx.Node, _Input], count: Callable[[f
         _check(_called(call), passed, count)
 
 
-def num_uses_in(call: fx.Node, value: fx.Node) -> int:
-    """Returns how many gradients a call of a Dynamo graph gives a value in eager's backward."""
+def _num_uses_in(call: fx.Node, value: fx.Node) -> int:
     if call.target in _CALLED:
         return sum(num_uses(inner) for inner, operand in _passed(call) if operand is value)
     found = num_gradients(call, value)

@@ -6,7 +6,7 @@ import math
 import operator
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -21,14 +21,14 @@ from graphpasses._torch.aot_values import adds_gradients, describe_input, descri
 from graphpasses._torch.module_hooks import gradient_hooks
 from graphpasses._torch.surroundings import after_this_backward, backward_node, goes_on_to, never_compiled
 from graphpasses.analysis.effects import has_gradient, reached_outputs
-from graphpasses.analysis.uses import num_uses_in
+from graphpasses.analysis.uses import num_uses
 from graphpasses.capture.autocast_casts import autocasts_around
 from graphpasses.capture.late_updates import Compile, Compiled, compile_whole
 from graphpasses.errors import FidelityError, UnsupportedError
 from graphpasses.fbgemm.lookups import find_triggers
 from graphpasses.graph import DynamoGraph, InputKind
 from graphpasses.graph.accumulation import shared_values
-from graphpasses.graph.nodes import fake_value, reach, storages
+from graphpasses.graph.nodes import fake_value, storages
 from graphpasses.identity import same_bits
 from graphpasses.ops.autograd_functions import alias_tensors, behind_uses, token_of, use_apart
 
@@ -119,7 +119,7 @@ class UsesApart:
                 num_summands = 1
                 if adds_gradients(value):  # what is used may pass on a sum of its own
                     every = len(_summands(value))
-                    num_summands = min(every, _num_gradients(given[index], reached) or every)
+                    num_summands = min(every, num_uses(given[index], reached.__contains__) or every)
                 counts[index] = max(counts[index], self._num_views[index] + num_summands)
                 if not attr and index in self._open and counts[index] > 1:
                     self.num_uses[index] = num_summands
@@ -169,12 +169,12 @@ class UsesApart:
         """Returns what a call takes for its inputs, and where :meth:`take` puts the gradients of uses."""
         taken: dict[int, list[Tensor | None]] = {}
         values = list(inputs)
-        for index, num_uses in self.num_uses.items():
+        for index, count in self.num_uses.items():
             if self._num_outputs is not None and index not in self._places:
                 continue  # a pass made of the sum another
             if values[index].requires_grad and torch.is_grad_enabled():
                 taken[index] = []
-                values[index] = use_apart(values[index], num_uses, taken[index])
+                values[index] = use_apart(values[index], count, taken[index])
         return values, taken
 
     def take(self, taken: dict[int, list[Tensor | None]]) -> set[int]:
@@ -199,13 +199,6 @@ def _summands(value: fx.Node, num_summands: float = math.inf) -> list[fx.Node]:
         found.insert(0, last)
         value = before
     return [value, *found]
-
-
-def _num_gradients(given: fx.Node, reached: Collection[fx.Node]) -> int:
-    """Returns how many gradients eager adds for an input of a Dynamo graph, of which nodes are ``reached``."""
-    same = reach([given], lambda node: [user for user in node.users if user.meta.get("val") is given.meta["val"]])
-    uses = [(user, node) for node in same for user in node.users if user in reached and user not in same]
-    return sum(num_uses_in(user, node) for user, node in uses)
 
 
 @dataclass

@@ -223,7 +223,9 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
             running().place += 1
         for check in checks:
             check()
-        values = whole = (*values, *views.before(*values))
+        if views.fakes:
+            values = (*values, *views.before(*values))
+        whole = values
         for check_inputs in input_checks:
             check_inputs(values)
         if cast_names:
