@@ -346,8 +346,9 @@ def fake_call_for_all_sizes(
     replaced = mock.patch.multiple(shape_env, evaluate_expr=known, guard_or_defer_runtime_assert=known)
     # torch logs what its functions for fake tensors raise.
     silent = mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
+    afresh: Any = mock.patch.object(shape_env, "fake_tensor_cache", {})  # which may have decided by a hint
     try:
-        with replaced, silent:
+        with replaced, silent, afresh:
             return fake_call(mode, target, args, kwargs)
     # Ours, or what an operator makes of it; or that of a call that cannot be. Nothing is known then, or proved.
     except Exception:

@@ -22,6 +22,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph import CodeGen, PythonCode, magic_methods
 from torch.fx.node import Node, _get_qualified_name
 
+from graphpasses._torch.module_hooks import hook_ids
 from graphpasses.errors import BatchMismatchError
 from graphpasses.gc_pause import paused_gc
 
@@ -163,11 +164,19 @@ def _python_code(graph: fx.Graph, root_module: str, **options: Any) -> PythonCod
     return fx.Graph.python_code(graph, root_module, **options) if code is None else code
 
 
+def runs_as_written(module: fx.GraphModule) -> bool:
+    """Whether a call runs what the graph says: no code that others generate, and no hooks around it."""
+    return _has_plain_code(module.graph) and not hook_ids(module)
+
+
+def _has_plain_code(graph: fx.Graph) -> bool:
+    codegen: Any = graph._codegen
+    return type(codegen) is CodeGen and codegen._body_transformer is None
+
+
 def quick_code(graph: fx.Graph, root_module: str) -> PythonCode | None:
     """Returns the code, in a module of this name, of a graph of operators on nodes and numbers; None of another."""
-    codegen: Any = graph._codegen
-    is_plain = type(codegen) is CodeGen and codegen._body_transformer is None
-    if not is_plain or os.environ.get("FX_GRAPH_SHOW_META", "0") != "0":
+    if not _has_plain_code(graph) or os.environ.get("FX_GRAPH_SHOW_META", "0") != "0":
         return None
     try:
         return _quick_code(graph, root_module)

@@ -129,6 +129,16 @@ def size_condition(size: torch.SymInt) -> sympy.Basic:
     return sympy.And(above, sympy.Le(symbol, limits.upper)) if limits.upper.is_Integer else above
 
 
+def learn_no_more(graph: fx.Graph) -> None:
+    """Has questions about a graph's sizes answered, from now on, without taking the answers for true of all sizes.
+
+    What was asked while it was traced is asked of each batch again; what a pass asks is not.
+    """
+    mode = detect_fake_mode([node.meta.get("val") for node in graph.find_nodes(op="placeholder")])
+    if mode is not None and mode.shape_env is not None:
+        mode.shape_env._suppress_guards_tls = lambda: True  # type: ignore[method-assign]
+
+
 class _Told(list[Any]):
     """Guards on sizes; each new one is reported."""
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.types import py_sym_types
 
 from graphpasses._torch import pytree
 from graphpasses._torch.schemas import (
@@ -58,6 +59,10 @@ _WRITTEN_IF = (
 
 # Whose functions do no more than their names say.
 _KNOWN_MODULES = ("torch", "_operator", "math", "builtins", "graphpasses")
+
+# What functions may say of a tensor; and what may change when a method of it is called.
+_FACTS = (int, float, complex, torch.dtype, torch.device, *py_sym_types)
+_OBJECTS = (torch.Tensor, torch.nn.Module, torch.Generator, list, dict, set)
 
 # Public functions that draw random numbers under another name than the operator that does.
 _RANDOM_FUNCTIONS = frozenset({"gumbel_softmax", "multi_head_attention_forward", "fractional_max_pool"})
@@ -108,7 +113,7 @@ def torch_call_effects(node: fx.Node) -> Effects:
         writes=written_inputs(node),
         gradients=tuple(each for each in with_gradient if len(each.users) > 1),
         has_hidden_state=draws_random_numbers(node),
-        changes_context=_changes_context(node),
+        changes_context=changes_context(node),
         group=_torch_call_group(node),
     )
 
@@ -207,9 +212,13 @@ def _is_in_place(target: Any) -> bool:
 def is_check(node: fx.Node) -> bool:
     """Whether a call is made for the error that it may raise: it returns and writes nothing."""
     if not (found := schemas(node.target)):
-        return node.op == "call_function" and _name(node.target).startswith(("_assert", "_check"))
+        return _is_check_by_name(node)
     is_for_profiler = str(node.target).startswith("profiler.")
     return not any(each.returns or each.is_mutable for each in found) and not is_for_profiler
+
+
+def _is_check_by_name(node: fx.Node) -> bool:
+    return node.op == "call_function" and _name(node.target).startswith(("_assert", "_check"))
 
 
 # ---- gradients and random numbers ---------------------------------------------------------------------------------
@@ -224,9 +233,35 @@ def has_hidden_state(node: fx.Node) -> bool:
 
 
 def is_unknown(node: fx.Node) -> bool:
-    """Whether a call is of a function that is neither torch's nor Python's: it may write, draw, and keep a state."""
+    """Whether a call may write, draw, and keep a state: of a function that is neither torch's nor Python's, of a
+    method of something that the graph does not show, and one that makes nothing of what it is given.
+    """
+    if node.op != "call_function" or is_higher_order(node) or schemas(node.target):
+        return False
     module = getattr(node.target, "__module__", None) or "torch"
-    return node.op == "call_function" and module.partition(".")[0] not in _KNOWN_MODULES
+    is_bound = isinstance(getattr(node.target, "__self__", None), _OBJECTS)
+    is_known = module.partition(".")[0] in _KNOWN_MODULES and not is_bound
+    is_named = _is_in_place(node.target) or _is_check_by_name(node) or node.target is SET_GRAD_ENABLED
+    does_more = node.target is operator.call or not (is_named or _makes_value(node) or changes_context(node))
+    return not is_known or does_more
+
+
+def says_nothing(node: fx.Node) -> bool:
+    """Whether a call does not say what it returns."""
+    return node.op == "call_function" and "val" not in node.meta
+
+
+def is_pythons(node: fx.Node) -> bool:
+    """Whether a call is of an operator of Python, which takes something apart, or computes a number."""
+    return getattr(node.target, "__module__", "") in ("math", "_operator") and node.target is not operator.call
+
+
+def _makes_value(node: fx.Node) -> bool:
+    """Whether a call returns tensors, or facts about what it is given; of several the graph may not show any."""
+    if says_nothing(node) or is_pythons(node):
+        return bool(node.all_input_nodes) or not says_nothing(node)
+    kinds = (torch.Tensor, *(_FACTS if node.all_input_nodes else ()))
+    return any(isinstance(value, kinds) for value in pytree.tree_leaves(node.meta["val"]))
 
 
 def has_gradient(node: fx.Node) -> bool:
@@ -284,12 +319,12 @@ def _torch_call_group(node: fx.Node) -> object:
     return UNKNOWN_GROUP if any(map(is_tensor_subclass, values)) else None  # DTensor may communicate
 
 
-def _changes_context(node: fx.Node) -> bool:
+def changes_context(node: fx.Node) -> bool:
     """Whether a call computes nothing: it is made for what it changes around the calls after it."""
-    if node.op != "call_function" or node.target is SET_GRAD_ENABLED:
+    if node.op != "call_function" or node.target is SET_GRAD_ENABLED or is_operator(node.target):
         return False
-    values = pytree.tree_leaves(node.meta.get("val"))
-    return all(value is None for value in values) and all(map(_changes_context, node.all_input_nodes))
+    is_known = not says_nothing(node) and _makes_value(node)
+    return not is_known and all(map(changes_context, node.all_input_nodes))
 
 
 # ---- reading nodes ------------------------------------------------------------------------------------------------

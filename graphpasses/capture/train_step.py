@@ -19,6 +19,7 @@ from graphpasses._torch.fsdp2_parameters import one_shard_parameters
 from graphpasses._torch.fsdp2_tracing import prepare_for_tracing
 from graphpasses._torch.operator_recorder import recording_paused
 from graphpasses._torch.strides_of_eager import Strides
+from graphpasses._torch.symbols import learn_no_more
 from graphpasses.capture.accumulation_hooks import NOTE
 from graphpasses.capture.dynamic_shapes import read_dynamic_shapes
 from graphpasses.capture.oracle import check_step, has_equal_bits, other_strides_of_eager, why_unchecked
@@ -237,6 +238,9 @@ def _capture(
         if source is not None:
             stage("traces the optimizer's step")
         update = None if source is None else trace_update(step, source)
+        learn_no_more(step.graph)
+        if update is not None:
+            learn_no_more(update.module.graph)
         traced_everywhere()
         # Compare
         if check and consensus.groups:

@@ -145,6 +145,11 @@ class TrainGraph:
                 slots.setdefault(self.identity.canonical(item.fqn), []).append(index)
         return slots
 
+    def applies(self, fqn: str) -> bool:
+        """Whether the graph itself updates a parameter, where an output says so: else a call returns no gradient."""
+        update = self.update
+        return update is None or (fqn in update.in_step and (update.is_in_step or fqn not in update.gradients))
+
     @property
     def without_gradient(self) -> frozenset[str]:
         """Canonical FQNs of the parameters that this step leaves without a gradient."""

@@ -126,7 +126,7 @@ class Calls(Memory):
             found = self._read(argument(node))
         elif target == aten.copy.default and (copied := self._copied(node)) is not None:
             found = copied
-        elif all(place is not None and place.view.is_known for place in self._facts.places[node]):
+        elif node not in self._facts.guessed and self._has_known_sizes(node):
             args, kwargs = self._read_all(target, node)
             if target == aten.constant_pad_nd.default:
                 kwargs["origin"] = origin_of_padding(node, self._inputs)
@@ -142,6 +142,9 @@ class Calls(Memory):
         if found is not None:
             self._axioms.add(name)
         return found
+
+    def _has_known_sizes(self, node: fx.Node) -> bool:
+        return all(place is not None and place.view.is_known for place in self._facts.places[node])
 
     def _made_by(self, node: fx.Node) -> Made | list[Made]:
         """Returns what rules are told of a node's results, whose sizes are known."""
@@ -185,7 +188,9 @@ class Calls(Memory):
         """Whether a view's arguments say of all its sizes but the first what its fake value says."""
         (place,) = self._facts.places[node][:1] or [None]
         sizes: Any = node.args[1] if node.target == aten.view.default and len(node.args) > 1 else None
-        return place is not None and sizes is not None and tuple(sizes[1:]) == row_shape(place.view)
+        if place is None or not sizes or (type(sizes[0]) is int and sizes[0] != -1):  # of other numbers it fails
+            return False
+        return tuple(sizes[1:]) == row_shape(place.view)
 
     def _read_all(self, target: Any, node: fx.Node) -> Call:
         """Returns the arguments of a call, with values in the places of nodes."""

@@ -58,6 +58,7 @@ aten = torch.ops.aten
 # By name: TorchRec defines them, if it is there.
 _TO_COLUMNS, _FROM_COLUMNS = (f"torchrec._split_1d_cat_2d{name}.default" for name in ("", "_backward_impl"))
 _SPLIT = RULES[aten.split_with_sizes.default][1]
+_ASYNCHRONOUS = ("_c10d_functional.", "_c10d_functional_autograd.")  # whose operators return what is still to come
 # By name: torch has these operators where its module of them was imported.
 OFFLOADING = frozenset({"ao.offload.default", "ao.reload.default", "ao.wait_tensor.default"})
 
@@ -140,8 +141,9 @@ class Evaluation(Arrivals):
             if item.is_loss:
                 name = LOSS
             elif item.is_gradient:
-                name = f"{GRADIENT}{graph.identity.canonical(item.fqn)!r}"
-                if node is None:
+                fqn = graph.identity.canonical(item.fqn)
+                name = f"{GRADIENT}{fqn!r}"
+                if node is None or (item.is_applied and not graph.applies(fqn)):
                     continue
             elif item.kind in (OutputKind.LEFT, OutputKind.MEMORY, OutputKind.RETURNED):
                 name = f"{item.kind.value} {item.fqn!r}"
@@ -182,7 +184,7 @@ class Evaluation(Arrivals):
             return integers or self.opaque(node, fake, ("attribute", held))
         if self._is_part(node):
             return self._of[argument(node)][node.args[1]]  # what its memory holds since is read where this is
-        if is_collective(node) or (str(node.target).startswith("_c10d_functional.") and node.target != WAIT):
+        if is_collective(node) or (str(node.target).startswith(_ASYNCHRONOUS) and node.target != WAIT):
             return self._launch(node)
         if node.target == WAIT:
             self._wait_for(node)
@@ -244,7 +246,8 @@ class Evaluation(Arrivals):
         """Returns the value of a size."""
         (of, *dim), named = self._arguments(node)
         given = self._argument(of)
-        size = known_size(fake) if isinstance(fake, (int, torch.SymInt)) else None
+        is_sure = isinstance(fake, (int, torch.SymInt)) and node not in self._facts.guessed
+        size = known_size(fake) if is_sure else None
         key = (size,) if type(size) is int else (str(node.target), given, *dim, freeze(named))
         return self.opaque(node, fake, ("size", *key))
 

@@ -5,19 +5,27 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from dataclasses import replace as replace_fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphpasses._torch.dtensor import local_part
-from graphpasses._torch.fake_mode import strides_of_kernels
-from graphpasses._torch.schemas import changes_memory, is_operator
-from graphpasses.analysis.effects import is_written
+from graphpasses._torch.fake_mode import fake_call, fake_mode_of, strides_of_kernels
+from graphpasses._torch.schemas import changes_memory, given_arguments, is_operator
+from graphpasses.analysis.effects import (
+    changes_context,
+    is_check,
+    is_pythons,
+    is_written,
+    nodes_in,
+    says_nothing,
+)
 from graphpasses.errors import ProofError
 from graphpasses.graph import DynamoGraph, Stage, TrainGraph
 from graphpasses.graph.nodes import attribute
+from graphpasses.proof.bookkeeping import what_is_another
 from graphpasses.proof.calls import GRADIENT
 from graphpasses.proof.core.facts import Facts, leaves
 from graphpasses.proof.core.values import Value
@@ -93,6 +101,8 @@ def why_not_evaluated(before: TrainGraph, after: TrainGraph) -> str:
         return f"it is a {after.stage.value} graph, not a {before.stage.value} graph"
     if after.runs_as is not None and getattr(after.runs_as, "axiom", None) != EXACT_KERNELS:
         return "another module than the graph's runs (runs_as), into which no rule looks"
+    if name := what_is_another(before, after):
+        return f"the step's {name} is another than it was, into which no rule looks"
     modules = [each.module for graph in (before, after) for each in (graph, graph.update) if each is not None]
     nodes = (node for module in modules for node in module.graph.nodes)
     reasons = (_why_no_rule(node, calls_methods=isinstance(before, DynamoGraph)) for node in nodes)
@@ -105,6 +115,13 @@ def _why_no_rule(node: fx.Node, *, calls_methods: bool) -> str:
         return f"{node.name} is a {node.op}, into which no rule looks"
     if isinstance(value, (list, tuple)) and any(isinstance(each, (list, tuple)) for each in value):
         return f"{node.target} returns lists, into which no rule looks"
+    if not calls_methods and not is_operator(node.target) and not is_pythons(node) and not is_check(node):
+        if changes_context(node):
+            return f"{node.name} sets what holds for the calls after it, into which no rule looks"
+        if says_nothing(node):
+            return f"{node.name} does not say what it returns (meta['val']), and no rule looks into {node.target}"
+    if resized := _resized(node):
+        return f"{node.target} gives {resized} another shape and other memory, into which no rule looks"
     if getattr(node.target, "namespace", "") == "streams":
         return f"{node.target} orders what runs beside each other, into which no rule looks"
     if changes_memory(node.target):
@@ -112,6 +129,27 @@ def _why_no_rule(node: fx.Node, *, calls_methods: bool) -> str:
     if isinstance(value, torch.Tensor) and value.layout is not torch.strided and is_written(node):
         return f"{node.name} is written, and has no strides: no rule looks into its memory"
     return ""
+
+
+def _resized(node: fx.Node) -> str:
+    """Returns what a call is given to write its results into (``out=``) that has not their shapes; or nothing."""
+    given = given_arguments(node) if getattr(node.target, "namespace", "") == "aten" else ()
+    outs = [each for argument, value in given if argument.is_out for each in nodes_in(value)]
+    mode = fake_mode_of([each.meta.get("val") for each in node.all_input_nodes]) if outs else None
+    if mode is None:
+        return ""
+
+    def without_room(each: fx.Node) -> Any:
+        value: Any = each.meta.get("val")
+        if each not in outs:
+            return value
+        with mode:
+            return torch.empty(0, dtype=value.dtype, device=value.device)
+
+    args, kwargs = cast(Any, fx.node.map_arg((node.args, node.kwargs), without_room))
+    made = [fake.shape for fake, _ in leaves(fake_call(mode, node.target, args, kwargs))]
+    named = zip(outs, made, strict=False)
+    return next((each.name for each, shape in named if each.meta["val"].shape != shape), "")
 
 
 @strides_of_kernels()

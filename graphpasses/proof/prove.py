@@ -298,7 +298,7 @@ class _Proof:
             else:
                 self.proved.append(name)
             return
-        reason = self._unlike_eager(name, two)
+        reason = self._unlike_eager(name, one, two)
         if one is two and reason != "":
             self.changed.append(
                 (name, Difference(None, self.two.nodes.get(name), "the gradient of another use is lost"))
@@ -369,10 +369,12 @@ class _Proof:
                 pending += node.all_input_nodes
         return ""
 
-    def _unlike_eager(self, name: str, two: Value | None) -> str | None:
+    def _unlike_eager(self, name: str, one: Value | None, two: Value | None) -> str | None:
         """Returns how a gradient differs from eager's; None where nothing is known of eager's."""
         if self._eager is None or two is None or two.pieces is None or not name.startswith(GRADIENT):
             return None
+        if one is not None and (one.dtype, one.shape) != (two.dtype, two.shape):
+            return f"it has dtype {two.dtype} and shape {two.shape}, not {one.dtype} and {one.shape}"
         return self._eager.difference(_parameter_of(name), two)
 
     @staticmethod

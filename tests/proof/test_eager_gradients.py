@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -93,3 +94,28 @@ def test_other_uses_added_are_not_autograds(simple: CapturedStep) -> None:
     total.args = (total.args[0], total.args[0])
     with pytest.raises(ProofError, match="what is reduced is not autograd's sum of its uses, in order of arrival"):
         gp.prove(simple, rewritten, layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ((torch.ops.aten._to_copy.default, {"dtype": torch.bfloat16}), "dtype torch.bfloat16"),
+        ((torch.ops.aten.slice.Tensor, {"dim": 0, "start": 0, "end": 1}), r"shape \(1, 6\)"),
+        ((torch.ops.aten.view.default, {"size": [-1]}), r"shape \(12,\)"),
+        ((torch.ops.aten.neg.default, {}), ""),  # and once more
+    ],
+)
+def test_a_gradient_of_another_kind(simple: CapturedStep, change: tuple[Any, dict[str, Any]], reason: str) -> None:
+    eager, (target, kwargs) = sharded(), change
+    plan, layout = gp.BucketPlan.from_fully_shard(eager), gp.eager_layout(eager)
+    step = gp.default_pipeline(plan, expected_layout=layout).run(simple)
+    (slot,) = step.gradient_slots()["one.weight"]
+    for _ in range(1 if reason else 2):
+        gradient = step.output_values[slot]
+        with step.graph.inserting_before(step.graph.output_node()):
+            step.set_output(slot, step.emit(target, (gradient,), kwargs, like=gradient))
+    if not reason:
+        assert gp.prove(simple, step, layout=layout)
+        return
+    with pytest.raises(ProofError, match=f"changes the gradient of 'one.weight': it has .*{reason}"):
+        gp.prove(simple, step, layout=layout)

@@ -108,12 +108,16 @@ def coalesced(x: Tensor) -> object:
     return c10d.all_reduce_coalesced([x], "sum", "0")
 
 
-@pytest.mark.parametrize("launch", [alone, coalesced])
+def with_gradients(x: Tensor) -> object:
+    return torch.ops._c10d_functional_autograd.all_to_all_single(x, [2, 2], [2, 2], "0")
+
+
+@pytest.mark.parametrize("launch", [alone, coalesced, with_gradients])
 @pytest.mark.parametrize(
     ("then", "reason"),
     [
-        (lambda sent, _: sent.add_(1), "add_ writes what all_reduce"),
-        (lambda _, came: came.copy_(torch.ones(4)), "copy_ writes what all_reduce"),
+        (lambda sent, _: sent.add_(1), "add_ writes what {}"),
+        (lambda _, came: came.copy_(torch.ones(4)), "copy_ writes what {}"),
         (lambda _, came: came.view(2, 2).tanh(), ", which tanh reads"),
     ],
 )
@@ -126,7 +130,7 @@ def test_before_anyone_has_waited(
         assert why_not(late, late, x, x) == ""
         found = why_not(late, early, x, x)
     assert "depend on chance" in found
-    assert reason in found
+    assert reason.format("all_to_all" if launch is with_gradients else "all_reduce") in found
 
 
 def test_a_write_beside_what_is_sent() -> None:

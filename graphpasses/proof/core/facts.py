@@ -135,9 +135,10 @@ class Facts:
             if node.target is operator.getitem and isinstance(args[0], (list, tuple)):
                 return args[0][args[1]]
             mode = fake_mode_of(args, kwargs) or self._mode
-            call = fake_call_for_all_sizes if _depends_on_data(given) else fake_call
-            found = mode and call(mode, node.target, args, kwargs)
-            return self._guessed(node) if found is None else found
+            varies = any(map(_depends_on_data, (given, *map(self.values.__getitem__, node.all_input_nodes))))
+            found = mode and (fake_call_for_all_sizes if varies else fake_call)(mode, node.target, args, kwargs)
+            is_guess = found is None or not self.guessed.isdisjoint(node.all_input_nodes)
+            return self._guessed(node) if is_guess else found
         except Exception as error:
             if not is_operator(node.target) and node.target is not operator.getitem:  # functions may need more
                 return self._guessed(node)

@@ -1,0 +1,118 @@
+"""What a pass changes beside the graph, so that it computes other bits or another step runs, is never proved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from graphpasses.capture import capture_train_step
+from graphpasses.errors import ProofError
+from graphpasses.graph import CapturedStep
+from graphpasses.proof.prove import prove
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("kept", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.kept + 1.0
+        return self.two(self.one(x)).square().mean()
+
+
+def capture(optimizer: Callable[[Any], torch.optim.Optimizer] | None = None, **given: Any) -> CapturedStep:
+    model = Counts()
+    given |= {} if optimizer is None else {"optimizer": optimizer(model.parameters())}
+    return capture_train_step(lambda model, x: model(x), model, torch.ones(2, 4), check=False, **given)
+
+
+@pytest.fixture(scope="module")
+def captured() -> CapturedStep:
+    return capture(torch.optim.AdamW, clip_norm=1.0)
+
+
+@pytest.fixture(scope="module")
+def other() -> CapturedStep:
+    return capture(torch.optim.AdamW, clip_norm=1.0)
+
+
+def why_not(before: CapturedStep, after: CapturedStep) -> str:
+    certificate = prove(before, after)
+    return "" if certificate else certificate.unproved[0][1]
+
+
+@pytest.mark.parametrize(
+    "name", ["snapshot", "left_values", "batch_structure", "model", "hook_order", "varying", "counted", "returned"]
+)
+def test_what_reads_and_leaves_values_is_another(captured: CapturedStep, other: CapturedStep, name: str) -> None:
+    step = captured.copy()
+    made = {"hook_order": ("two.weight",), "varying": {"batch[0]": {0: None}}, "counted": None, "returned": None}
+    setattr(step, name, made[name] if name in made else getattr(other, name))
+    is_equal = getattr(step, name) == getattr(captured, name)
+    assert why_not(captured, step) == ("" if is_equal else _reason(name))
+
+
+def _reason(name: str) -> str:
+    return f"the step's {name} is another than it was, into which no rule looks"
+
+
+def test_what_decides_no_bits_may_be_another(captured: CapturedStep) -> None:
+    step = captured.copy()
+    step.note("a rewrite was skipped")
+    step.record_rewrite(lambda step: step)
+    step.check_every, step.written = 3, step.written | {"one.weight"}  # whose memory is looked at, too
+    assert why_not(captured, step) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("clip_norm", lambda update, other: replace(update, clip_norm=2.0)),
+        ("optimizers", lambda update, other: replace(update, facts=other.facts)),
+        ("replaced", lambda update, other: replace(update, replaced=(("one.weight", "exp_avg"),))),
+    ],
+)
+def test_an_update_that_is_another(
+    captured: CapturedStep, other: CapturedStep, name: str, change: Callable[[Any, Any], Any]
+) -> None:
+    step = captured.copy()
+    assert why_not(captured, step) == ""
+    step.update = change(step.update, other.update)
+    assert why_not(captured, step) == _reason(f"update.{name}")
+
+
+def test_a_gradient_that_nothing_applies_is_lost(captured: CapturedStep) -> None:
+    step = captured.copy()
+    step.outputs = tuple(replace(item, is_applied=item.is_gradient) for item in step.outputs)
+    with pytest.raises(ProofError, match=r"changes the gradient of 'one\.weight' .*: it is lost"):
+        prove(captured, step)
+
+
+def doubles(module: fx.GraphModule, given: Any) -> tuple[Tensor, ...]:
+    return tuple(each * 2 for each in given)
+
+
+def unwritten(body: list[str]) -> list[str]:
+    return [line.replace("add", "sub") for line in body]
+
+
+@pytest.mark.parametrize("of_update", [False, True])
+def test_a_module_that_runs_more_than_its_graph(captured: CapturedStep, of_update: bool) -> None:
+    name = "update.module" if of_update else "module"
+
+    def module_of(step: CapturedStep) -> fx.GraphModule:
+        assert step.update is not None
+        return step.update.module if of_update else step.module
+
+    hooked, written = captured.copy(), captured.copy()
+    module_of(hooked).register_forward_pre_hook(doubles)
+    module_of(written).graph.on_generate_code(lambda _: unwritten)
+    for step in (hooked, written):
+        assert why_not(captured, step) == _reason(f"{name}, which has hooks or code of its own,")
