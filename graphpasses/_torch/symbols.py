@@ -135,8 +135,17 @@ def learn_no_more(graph: fx.Graph) -> None:
     What was asked while it was traced is asked of each batch again; what a pass asks is not.
     """
     mode = detect_fake_mode([node.meta.get("val") for node in graph.find_nodes(op="placeholder")])
-    if mode is not None and mode.shape_env is not None:
-        mode.shape_env._suppress_guards_tls = lambda: True  # type: ignore[method-assign]
+    shape_env: Any = None if mode is None else mode.shape_env
+
+    def untold(ask: Callable[..., Any]) -> Callable[..., Any]:
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            with shape_env.suppress_guards():
+                return ask(*args, **kwargs)
+
+        return answer
+
+    for name in () if shape_env is None else ("evaluate_expr", "guard_or_defer_runtime_assert"):
+        setattr(shape_env, name, untold(getattr(shape_env, name)))
 
 
 class _Told(list[Any]):

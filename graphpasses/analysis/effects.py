@@ -236,7 +236,7 @@ def is_unknown(node: fx.Node) -> bool:
     """Whether a call may write, draw, and keep a state: of a function that is neither torch's nor Python's, of a
     method of something that the graph does not show, and one that makes nothing of what it is given.
     """
-    if node.op != "call_function" or is_higher_order(node) or schemas(node.target):
+    if node.op not in ("call_function", "call_method") or is_higher_order(node) or schemas(node.target):
         return False
     module = getattr(node.target, "__module__", None) or "torch"
     is_bound = isinstance(getattr(node.target, "__self__", None), _OBJECTS)
@@ -248,7 +248,13 @@ def is_unknown(node: fx.Node) -> bool:
 
 def says_nothing(node: fx.Node) -> bool:
     """Whether a call does not say what it returns."""
-    return node.op == "call_function" and "val" not in node.meta
+    return node.op in ("call_function", "call_method") and "val" not in node.meta
+
+
+def is_for_effect(node: fx.Node) -> bool:
+    """Whether a call of Dynamo's graphs is made for something that does not show: nobody reads what it returns."""
+    shows = schemas(node.target) or is_check(node) or changes_context(node) or written_inputs(node)
+    return says_nothing(node) and not node.users and not shows and node.target is not SET_GRAD_ENABLED
 
 
 def is_pythons(node: fx.Node) -> bool:

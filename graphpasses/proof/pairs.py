@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from dataclasses import replace as replace_fields
 from typing import Any, cast
@@ -11,12 +11,14 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from graphpasses._torch import pytree
 from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.fake_mode import fake_call, fake_mode_of, strides_of_kernels
 from graphpasses._torch.schemas import changes_memory, given_arguments, is_operator
 from graphpasses.analysis.effects import (
     changes_context,
     is_check,
+    is_for_effect,
     is_pythons,
     is_written,
     nodes_in,
@@ -120,6 +122,8 @@ def _why_no_rule(node: fx.Node, *, calls_methods: bool) -> str:
             return f"{node.name} sets what holds for the calls after it, into which no rule looks"
         if says_nothing(node):
             return f"{node.name} does not say what it returns (meta['val']), and no rule looks into {node.target}"
+    if calls_methods and is_for_effect(node):
+        return f"nobody reads what {node.name} returns: it is called for something into which no rule looks"
     if resized := _resized(node):
         return f"{node.target} gives {resized} another shape and other memory, into which no rule looks"
     if getattr(node.target, "namespace", "") == "streams":
@@ -180,7 +184,7 @@ def evaluate_both(subject: str, before: TrainGraph, after: TrainGraph, captured:
         one = Evaluation(before, values, facts, constants=after.copied_constants, **both).run()
         sizes.begin_second()
         pair = Pair(values, sizes, one, Evaluation(after, values, _facts_of(after, before, facts), **both).run())
-        _evaluate_updates(before, after, pair)
+        _evaluate_updates(before, after, pair, both["outside"])
     known_reasons = {reason for _, reason in pair.one.broken}
     for node, reason in pair.two.broken:
         if reason not in known_reasons:
@@ -205,18 +209,36 @@ def _lies(fake: Any) -> tuple[View | None, object]:
 def _from_outside(before: TrainGraph, after: TrainGraph) -> frozenset[int]:
     """Returns the ids of the constants that are no literals, as others may write them.
 
-    A step sees what is written into tensors from outside; a pass may take one in the model's memory for a literal.
+    A step sees what is written into tensors from outside; a pass may take one in such memory for a literal.
     """
     lift = torch.ops.aten.lift_fresh_copy.default
     constants = {each: attribute(each) for each in before.graph.find_nodes(op="get_attr")}
     are_seen = before.stage is Stage.STEP
     found = [of for node, of in constants.items() if are_seen and any(user.target != lift for user in node.users)]
-    known = {*map(id, constants.values())}
-    new = [of for node in after.graph.find_nodes(op="get_attr") if id(of := attribute(node)) not in known]
+    known = {id(attribute(each)) for each in _constants(before)}
+    new = [of for node in _constants(after) if id(of := attribute(node)) not in known]
     if new:
-        live = {_memory(each) for each in (*before.model.parameters(), *before.model.buffers())}
-        found += [each for each in new if isinstance(each, torch.Tensor) and _memory(each) in live]
-    return frozenset(id(each) for each in found if isinstance(each, torch.Tensor))
+        held = {_memory(each) for each in _tensors([found, *_held(before)])}
+        found += [each for each in _tensors(new) if _memory(each) in held]
+    return frozenset(map(id, _tensors(found)))
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [each for each in pytree.tree_leaves(values) if isinstance(each, torch.Tensor)]
+
+
+def _constants(graph: TrainGraph) -> Iterator[fx.Node]:
+    modules = [graph.module] if graph.update is None else [graph.module, graph.update.module]
+    return (node for module in modules for node in module.graph.find_nodes(op="get_attr"))
+
+
+def _held(graph: TrainGraph) -> Iterator[Any]:
+    """Yields what the modules of a model hold, and its optimizers, in which tensors may be that others write."""
+    for module in graph.model.modules():
+        yield from ({**vars(module), "_modules": None}).values()
+    yield [parameter.grad for parameter in graph.model.parameters()]
+    for optimizer in () if graph.update is None else graph.update.optimizers.each:
+        yield [*optimizer.state.values(), *optimizer.param_groups]
 
 
 def _memory(tensor: torch.Tensor) -> object:
@@ -226,7 +248,7 @@ def _memory(tensor: torch.Tensor) -> object:
     return StorageWeakRef(local.untyped_storage()) if is_plain else id(tensor)  # type: ignore[no-untyped-call]
 
 
-def _evaluate_updates(before: TrainGraph, after: TrainGraph, pair: Pair) -> None:
+def _evaluate_updates(before: TrainGraph, after: TrainGraph, pair: Pair, outside: frozenset[int]) -> None:
     known: tuple[TrainGraph, Facts] | None = None
     held = None if after.update is None else after.update.copied_constants
     for graph, done in ((before, pair.one), (after, pair.two)):
@@ -235,7 +257,7 @@ def _evaluate_updates(before: TrainGraph, after: TrainGraph, pair: Pair) -> None
             known = update, facts
             given = _given_to(graph, pair.two) | done.written
             constants = held if graph is before else None
-            then = Evaluation(update, pair.values, facts, given, constants, done).run()
+            then = Evaluation(update, pair.values, facts, given, constants, done, outside=outside).run()
             pair.updated.update(done.go_on(then))
 
 

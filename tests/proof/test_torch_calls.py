@@ -185,3 +185,22 @@ def test_what_is_written_is_read_of_the_same_call(writing: TrainGraph) -> None:
             node.args = (again,)
     with pytest.raises(ProofError, match="autograd adds it up from other calls"):
         prove(writing, other)
+
+
+@pytest.mark.parametrize(
+    ("method", "args"), [("register_hook", (torch.neg,)), ("backward", ()), ("__setattr__", ("data", 0.0))]
+)
+@pytest.mark.parametrize("says_none", [False, True])
+def test_methods_that_are_called_for_what_they_do(
+    dynamo: TrainGraph, method: str, args: tuple[Any, ...], says_none: bool
+) -> None:
+    other = dynamo.copy()
+    sin = next(node for node in other.graph.nodes if node.target is torch.sin)
+    with other.graph.inserting_before(sin):
+        call = other.graph.call_method(method, (sin.args[0], *args))
+    if says_none:
+        call.meta["val"] = None
+        with pytest.raises(ProofError):
+            prove(dynamo, other)
+    else:
+        assert not prove(dynamo, other)
