@@ -10,11 +10,13 @@ import inspect
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
+import torch
 from torch import fx
 
 from graphpasses._torch.fake_mode import strides_of_kernels
@@ -189,7 +191,13 @@ class Pipeline:
         """
         notes = tuple(graph.notes) if graph.report is None else graph.report.notes
         # Passes ask how FSDP2 reduces.
-        with accumulation_set_aside(graph.model), recording_paused(), stages_shown(), paused_gc():
+        with (
+            accumulation_set_aside(graph.model),
+            recording_paused(),
+            stages_shown(),
+            paused_gc(),
+            _random_numbers_kept(),
+        ):
             rewritten = graph.copy()
             folder = Path(dump) if dump is not None else None
             reports, rounded = self._rewrite(rewritten, folder, graph_diff, keeps_rounded=prove is not False)
@@ -275,6 +283,15 @@ class _Rounded:
     given: TrainGraph | None  # None: what was captured
     made: TrainGraph
     did: bool  # whether it rewrote anything
+
+
+@contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    """Leaves all generators of random numbers as they were: what a pass draws is not drawn by eager."""
+    is_there = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = range(torch.cuda.device_count()) if is_there else ()
+    with torch.random.fork_rng(devices):
+        yield
 
 
 def _why_not_proved(certificate: Certificate | None, rounded: Sequence[_Rounded]) -> str:

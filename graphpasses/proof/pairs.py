@@ -111,17 +111,26 @@ def why_not_evaluated(before: TrainGraph, after: TrainGraph) -> str:
     return next(filter(None, reasons), "")
 
 
+def context_set(graph: TrainGraph) -> list[str]:
+    """Returns what calls of a graph's functions set for the calls after them, by their names, in order."""
+    return [str(node.target) for node in graph.graph.nodes if _sets_context(node)]
+
+
+def _sets_context(node: fx.Node) -> bool:
+    return changes_context(node) and not is_pythons(node) and not is_check(node)
+
+
 def _why_no_rule(node: fx.Node, *, calls_methods: bool) -> str:
     value = node.meta.get("val")
     if node.op == "call_module" or (node.op == "call_method" and not calls_methods):
         return f"{node.name} is a {node.op}, into which no rule looks"
     if isinstance(value, (list, tuple)) and any(isinstance(each, (list, tuple)) for each in value):
         return f"{node.target} returns lists, into which no rule looks"
-    if not calls_methods and not is_operator(node.target) and not is_pythons(node) and not is_check(node):
-        if changes_context(node):
-            return f"{node.name} sets what holds for the calls after it, into which no rule looks"
-        if says_nothing(node):
-            return f"{node.name} does not say what it returns (meta['val']), and no rule looks into {node.target}"
+    if not calls_methods and _sets_context(node):
+        return f"{node.name} sets what holds for the calls after it, into which no rule looks"
+    is_plain = is_operator(node.target) or is_pythons(node) or is_check(node)
+    if not calls_methods and not is_plain and says_nothing(node):
+        return f"{node.name} does not say what it returns (meta['val']), and no rule looks into {node.target}"
     if calls_methods and is_for_effect(node):
         return f"nobody reads what {node.name} returns: it is called for something into which no rule looks"
     if resized := _resized(node):

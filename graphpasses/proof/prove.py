@@ -18,6 +18,7 @@ from graphpasses.fsdp.layout import Layout
 from graphpasses.graph import ALL_TO_ALL, Stage, TrainGraph, is_collective
 from graphpasses.graph.certificate import Certificate, Launch
 from graphpasses.proof import eager_gradients
+from graphpasses.proof.bookkeeping import what_is_another
 from graphpasses.proof.calls import GRADIENT
 from graphpasses.proof.core.operators import AXIOMS
 from graphpasses.proof.core.values import Value
@@ -27,7 +28,7 @@ from graphpasses.proof.difference import Difference, are_drawn_alike, find_diffe
 from graphpasses.proof.eager_gradients import EagerGradients, layout_of
 from graphpasses.proof.evaluated import Evaluated, numbers_in
 from graphpasses.proof.launches import launches_of
-from graphpasses.proof.pairs import evaluate_both, why_not_evaluated
+from graphpasses.proof.pairs import context_set, evaluate_both, why_not_evaluated
 from graphpasses.proof.rows import RowValues
 from graphpasses.text import some
 
@@ -129,20 +130,24 @@ def launches_of_rounding(subject: str, before: TrainGraph, after: TrainGraph) ->
 
     Raises:
         ProofError: what rounding does not excuse: bits depend on chance, a check or a write is lost, or other random
-            numbers are drawn.
+            numbers are drawn; or what the step does beside its graph is another.
     """
+    one, two = (" and ".join(context_set(graph)) or "nothing" for graph in (before, after))
+    if one != two:
+        raise ProofError(f"{subject} sets {two} for the calls after it, where it was {one}, which is no rounding")
+    if name := what_is_another(before, after):
+        raise ProofError(f"{subject} makes the step's {name} another, which is no rounding")
     if why_not_evaluated(before, after):
         return ()
     pair = evaluate_both(subject, before, after)
-    one, two = pair.one, pair.two
-    known = {each.name for each in two.checks.values()} | two.written.keys()
-    lost = [(each.name, each.node) for each in one.checks.values() if each.name not in known]
-    lost += [(name, one.nodes[name]) for name in one.written if name not in known and name in one.nodes]
+    known, nodes = {each.name for each in pair.two.checks.values()} | pair.two.written.keys(), pair.one.nodes
+    lost = [(each.name, each.node) for each in pair.one.checks.values() if each.name not in known]
+    lost += [(name, nodes[name]) for name in pair.one.written if name not in known and name in nodes]
     for name, node in lost:
         raise ProofError(f"{subject} changes {name}: {Difference(node, None, 'it is lost')}")
-    if not are_drawn_alike(pair.values, one.random_state, two.random_state):
+    if not are_drawn_alike(pair.values, pair.one.random_state, pair.two.random_state):
         raise ProofError(f"{subject} draws other random numbers, or in another order, which is no rounding")
-    return launches_of(pair.values, one, two)
+    return launches_of(pair.values, pair.one, pair.two)
 
 
 @dataclass

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+import graphpasses as gp
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import ProofError
-from graphpasses.graph import CapturedStep
+from graphpasses.graph import CapturedStep, TrainGraph
 from graphpasses.proof.prove import prove
 
 
@@ -116,3 +117,46 @@ def test_a_module_that_runs_more_than_its_graph(captured: CapturedStep, of_updat
     module_of(written).graph.on_generate_code(lambda _: unwritten)
     for step in (hooked, written):
         assert why_not(captured, step) == _reason(f"{name}, which has hooks or code of its own,")
+
+
+# ---- passes -------------------------------------------------------------------------------------------------------
+
+
+def run(step: CapturedStep, change: Callable[[Any], object], numerics: gp.Numerics) -> CapturedStep:
+    class Changes(gp.GraphPass):
+        name = "changes"
+
+        def rewrite(self, graph: TrainGraph) -> int:
+            change(graph)
+            return 1
+
+    Changes.numerics = numerics
+    return gp.Pipeline((Changes(),)).run(step)
+
+
+def sets_something(graph: TrainGraph) -> None:
+    first = next(node for node in graph.graph.nodes if node.op == "call_function")
+    with graph.graph.inserting_before(first):
+        graph.graph.call_function(enter, ()).meta["val"] = None
+    fx.node.has_side_effect(enter)  # else nobody reads it, and it goes
+
+
+def enter() -> None:
+    pass
+
+
+enter.__module__ = "torch.surroundings"
+
+
+def test_a_pass_that_may_round_changes_nothing_else(captured: CapturedStep) -> None:
+    assert run(captured, lambda step: step.note("nothing"), gp.Numerics.ROUNDING)
+    with pytest.raises(ProofError, match=r"^pass .changes. makes the step.s hook_order another, which is no"):
+        run(captured, lambda step: setattr(step, "hook_order", ("two.weight",)), gp.Numerics.ROUNDING)
+    with pytest.raises(ProofError, match=r"^pass .changes. sets .* for the calls after it, where it was nothing"):
+        run(captured, sets_something, gp.Numerics.ROUNDING)
+
+
+def test_random_numbers_that_a_pass_draws_are_not_drawn_by_the_step(captured: CapturedStep) -> None:
+    before = torch.get_rng_state()
+    run(captured, lambda step: torch.rand(3), gp.Numerics.BITWISE)
+    assert torch.equal(torch.get_rng_state(), before)
