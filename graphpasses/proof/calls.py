@@ -39,8 +39,8 @@ from graphpasses.proof.spelling import Call, are_computed_apart, evaluated, plai
 
 aten = torch.ops.aten
 
-LOSS, GRADIENT = "the loss", "the gradient of "
-"""What people call the loss, and the beginning of what they call a gradient."""
+LOSS, GRADIENT, VALUE = "the loss", "the gradient of ", "output "
+"""What people call the loss, and the beginnings of what they call a gradient, and another value."""
 
 
 class Calls(Memory):
@@ -332,7 +332,7 @@ class Calls(Memory):
     def _lies(self, nodes: Mapping[str, fx.Node], *, is_step: bool) -> dict[str, frozenset[str]]:
         """Returns in whose memory some tensors lie, of each other's and of those from outside; and how they lie.
 
-        Gradients are copied where they do not lie as their parameters do, or are one; a step copies others, too.
+        Gradients are copied where they do not lie as their parameters do, or are one, in a step with another output.
         """
         outside = {node.name: node for node in self._facts.places if node.op in ("placeholder", "get_attr")}
         places = [
@@ -343,8 +343,9 @@ class Calls(Memory):
         ]
         found: dict[str, set[str]] = {name: set() for name in nodes}
         for (_, name, node), (_, other, its) in self._touching(places):
-            are_copied = name in nodes and other in nodes and (is_step or name.startswith(GRADIENT))
-            if node is not its or not (are_copied and (is_step or other.startswith(GRADIENT))):
+            are_gradients = [each.startswith((GRADIENT, VALUE) if is_step else GRADIENT) for each in (name, other)]
+            are_copied = (any if is_step else all)(are_gradients) and {name, other} <= nodes.keys()
+            if node is not its or not are_copied:
                 found.get(name, set()).add(f"the memory of {other}")
                 found.get(other, set()).add(f"the memory of {name}")
         for (_, view), name, node in places:

@@ -41,7 +41,7 @@ from graphpasses.ops.pack_all_to_all import PACK, PACK_POOLED_EMBEDDINGS, UNPACK
 from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
 from graphpasses.proof import movement
 from graphpasses.proof.arrivals import Arrivals
-from graphpasses.proof.calls import GRADIENT, LOSS, is_function
+from graphpasses.proof.calls import GRADIENT, LOSS, VALUE, is_function
 from graphpasses.proof.core.facts import Facts
 from graphpasses.proof.core.operators import AXIOMS, RULES
 from graphpasses.proof.core.values import Result, Value
@@ -148,7 +148,7 @@ class Evaluation(Arrivals):
             elif item.kind in (OutputKind.LEFT, OutputKind.MEMORY, OutputKind.RETURNED):
                 name = f"{item.kind.value} {item.fqn!r}"
             elif item.kind is OutputKind.VALUE:
-                name = f"output {index}"
+                name = f"{VALUE}{index}"
             else:
                 continue
             counts[name] = counts.get(name, 0) + 1

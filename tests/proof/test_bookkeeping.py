@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 import graphpasses as gp
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import ProofError
-from graphpasses.graph import CapturedStep, TrainGraph
+from graphpasses.graph import CapturedStep, OutputKind, TrainGraph
 from graphpasses.proof.prove import prove
 
 
@@ -160,3 +160,39 @@ def test_random_numbers_that_a_pass_draws_are_not_drawn_by_the_step(captured: Ca
     before = torch.get_rng_state()
     run(captured, lambda step: torch.rand(3), gp.Numerics.BITWISE)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+# ---- what is returned, and what is left ---------------------------------------------------------------------------
+
+
+class Returns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("kept", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        self.kept = x * 2.0
+        return (self.weight * x).sum(), x * 2.0, x * 2.0
+
+
+def places(step: CapturedStep, kind: OutputKind) -> list[int]:
+    return [index for index, item in enumerate(step.outputs) if item.kind is kind]
+
+
+@pytest.mark.parametrize("kind", [OutputKind.LEFT, OutputKind.RETURNED])
+def test_what_is_returned_is_nothing_else(kind: OutputKind) -> None:
+    """Who writes it in place would write the buffer, or another result."""
+    x = torch.arange(4.0)
+    step = capture_train_step(lambda model, x: model(x), Returns(), x, check=False)
+    other = step.copy()
+    place, *_ = places(step, OutputKind.RETURNED)
+    *_, value = (other.output_values[index] for index in places(step, kind))
+    other.set_output(place, value)
+    assert " lies in the memory of " in f" {why_not(step, other)}"
+    _, first, second = other(x)
+    first.add_(1.0)
+    assert torch.equal(first, second if kind is OutputKind.RETURNED else other.model.kept)
+    with other.graph.inserting_before(other.graph.output_node()):
+        other.set_output(place, other.emit(torch.ops.aten.clone.default, (value,), like=value))
+    assert why_not(step, other) == ""
