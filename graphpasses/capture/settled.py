@@ -21,7 +21,7 @@ from graphpasses.state.slots import Difference, Slot
 def trace_until_settled(
     model: nn.Module,
     reads: Reads,
-    left: Sequence[Left],
+    left: list[Left],
     trace: Callable[[], tuple[TracedFunction, list[str]]],
     *,
     recaptures: bool,
@@ -37,23 +37,26 @@ def trace_until_settled(
         left[0].mark()
         outside = reads.refusal()
         if (changed := reads.changed()) or left[0].places:
-            names_read = left[0].give_stand_ins(model)
+            names_read, failed, is_same = left[0].give_stand_ins(model), None, False
             try:
                 again, decided_again = trace()
-            except OldValueError as error:
-                found, names = left[0].changing(None), names_read()
-                if places := followed(found, names):
-                    raise CountedError(*places) from None
-                read = [each for each in found if each.is_read(names)]
-                why = next((each.refusal for each in read if each.refusal), None)
-                if why or outside or not (recaptures and read):
-                    raise CaptureError(why or left[0].refusal_of(names) or str(error)) from error
-                is_first, reads.must_stay = True, False  # a part of a call has changed it
-            else:
                 is_same = decided == decided_again and _same_graphs(traced.gm, again.gm)
-                _refuse_changes(model, reads, left, changed, names_read(), is_same=is_same)
+            except OldValueError as error:
+                failed = error
+            found, names = left[0].changing(None if failed else left[1]), names_read()
+            if places := followed(found, names):
+                raise CountedError(*places) from None
+            read = [each for each in found if each.is_read(names)]
+            why = next((each.refusal for each in read if each.refusal), None)
+            is_first = recaptures and bool(read) and not (why or outside)
+            reads.must_stay = not is_first  # a part of a call may have changed it
+            if failed is not None and not is_first:
+                raise CaptureError(why or left[0].refusal_of(names) or str(failed)) from failed
+            if not is_first:
+                _refuse_changes(model, reads, left, changed, names, is_same=is_same)
     if is_first:
         left[0].unmark()
+        del left[1:]
     return traced
 
 
@@ -69,8 +72,6 @@ def _refuse_changes(
     """Raises where the second trace leaves something else than the first, which reads what the first computed by
     names, or where it is not the same after the first has ``changed`` attributes.
     """
-    if places := followed(left[0].changing(left[1]), names_read):
-        raise CountedError(*places)
     different = left[0].refusal_of(names_read) or left[0].difference(left[1], is_same=is_same)
     changed_again = reads.changed()
     numbers: list[str | Place] = []

@@ -108,8 +108,6 @@ def trace_step(
     counts = counted.read_numbers(model)
     for fqn in counted.fqns:
         reads.ignore(fqn)
-    for place in counted.places:
-        reads.count(place)
     counted = counted.seen(model)
     decisions = Decisions(model, list(zip(paths, leaves, strict=True)), varying, counted.paths)
 
@@ -135,7 +133,7 @@ def trace_step(
             """Returns the parameters, and buffers, that have gradients, by FQN."""
             return {fqn: parameter for fqn, parameter in named.items() if parameter.grad is not None}
 
-        left_tensors, check_structure = LeftTensors(model), structure_check(model, state, first_call=FIRST_CALL)
+        check_structure = structure_check(model, state, first_call=FIRST_CALL)
         given = [args[index] for index in structure.same or range(len(args))]
         named_inputs = [*given, *counted.tensors(numbers)]
         records.append(record := record_calls(model, identity, named_inputs, only_undo=not is_recorded))
@@ -155,6 +153,8 @@ def trace_step(
         ):
             reductions.filled = order
             counted.write_traced(model, numbers)
+            reads.count(counted.places)
+            left_tensors = LeftTensors(model)
             with (
                 _autocast_cached(model, keeps_casts=keeps_casts),
                 other_models_refused(model),
@@ -252,7 +252,7 @@ def trace_step(
     finally:
         for record in reversed(records):
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
-        counted.write(model, counts)
+        counted.put_back(model, counts)
         reads.look_again(counted.places)
     calls, guards = records[0].calls, decisions.guards
     return Trace(

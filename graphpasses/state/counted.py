@@ -85,10 +85,15 @@ class Counted:
         return tuple(path for path, kind in zip(self.paths, self.kinds, strict=True) if kind in _DTYPES)
 
     def and_also(self, *also: str | Place) -> Counted:
-        """Returns these and others: places, or FQNs of attributes."""
+        """Returns these and others: places, also of objects that stand where others stood, or FQNs of attributes."""
         places = tuple(each for each in also if isinstance(each, Place))
         fqns = tuple(each for each in also if not isinstance(each, Place))
-        return replace(self, fqns=(*self.fqns, *fqns), places=(*self.places, *places))
+        known = {(place.path, id(place.owner.value)) for place in self.places}
+        again = [each.path for each in places if (each.path, id(each.owner.value)) in known]
+        for path in (*again, *({*fqns} & {*self.fqns})):
+            raise CaptureError(f"the step changes {path!r} at each call, and does not read it where it leaves it")
+        others = (each for each in self.places if each not in places)
+        return replace(self, fqns=(*self.fqns, *fqns), places=(*others, *places))
 
     def seen(self, model: nn.Module) -> Counted:
         """Returns it with what counts of what stands there now."""
@@ -152,12 +157,17 @@ class Counted:
         for place, number in zip(self.places, numbers[len(self.fqns) :], strict=True):
             place.write(number)
 
+    def put_back(self, model: nn.Module, values: Sequence[Any]) -> None:
+        """Puts back what :meth:`read_numbers` has read, where something else is."""
+        if [*map(id, self.read_numbers(model))] != [*map(id, values)]:
+            self.write(model, [*values])
+
     def for_model(self, attributes: Iterable[Owner]) -> Counted:
         """Returns the same of a step of another model, which has these attributes."""
         slots = {slot.path: (owner, slot) for owner in attributes for slot in owner.slots.values()}
         for place in self.places:
             if place.slot.path not in slots:
-                raise CaptureError(f"the step counts in {place.path!r}; capture the other model's step")
+                raise CaptureError(f"the step goes on from {place.path!r}; capture the other model's step")
         places = ((place, *slots[place.slot.path]) for place in self.places)
         return replace(self, places=tuple(replace(each, owner=owner, slot=slot) for each, owner, slot in places))
 
@@ -196,28 +206,36 @@ class Found(NamedTuple):
 
     def is_read(self, names: Collection[str]) -> bool:
         """Whether the next step reads it, if it reads what this one computed by these names."""
-        return self.is_number if self.computed is None else self.computed.name in names
+        return self.computed is None or self.computed.name in names
 
     @property
     def is_followed(self) -> bool:
         """Whether it can be an input of the step."""
-        if self.computed is None or is_number(self.before):
-            return self.computed is None or self.computed.kind is type(self.before)
-        return is_carried(self.before) and not self.computed.fault and self.computed.facts == facts_of(self.before)
+        if self.computed is None or not is_carried(self.before):
+            return is_carried(self.before)
+        if self.computed.kind is not torch.Tensor:
+            return self.computed.kind is type(self.before)
+        is_alike = isinstance(self.before, torch.Tensor) and self.computed.facts == facts_of(self.before)
+        return is_alike and not self.computed.fault
 
     @property
     def refusal(self) -> str | None:
         """Says why the next step must not read it; None where only the first call finds what was there: no value, or
-        a number.
+        another kind, as before autocast chose the dtype, that is not another at each call.
         """
         where = f"the step reads at its next call what it keeps in {self.place.path!r}"
         if self.computed is not None and self.computed.fault:
             return f"{where}, {self.computed.fault}"
-        if is_nothing(self.before) or is_number(self.before):
+        if is_nothing(self.before) or is_number(self.before) or (self.computed and not self.computed.facts):
             return None
         if self.computed is None or not is_carried(self.before):
             return f"{where}, and found {key_of(self.before)} there"
-        return f"{where}, {self.computed.facts}, and found another kind there, {facts_of(self.before)}"
+        (*kind, was), (*now, sizes) = facts_of(self.before), self.computed.facts
+        if kind != now or len(was) != len(sizes) or all(a in (b, "1") for a, b in zip(was, sizes, strict=True)):
+            return None
+        return (
+            f"{where}, of shape [{', '.join(sizes)}], and found [{', '.join(was)}] there: it is another at each call"
+        )
 
     def is_beside(self, other: Found) -> bool:
         """Whether two are in one container, or attributes of one object."""
@@ -234,15 +252,20 @@ def changing(path: str, owner: Owner, slot: Slot, pattern: Any, later: Any = MIS
 
     def find(keys: tuple[Any, ...], before: Any, one: Any, other: Any) -> Iterator[Found]:
         place = Place(path + "".join(f"[{key!r}]" for key in keys), owner, slot, keys)
-        if isinstance(one, (Computed, Kept)):
-            computed = one if isinstance(one, Computed) else None
-            yield Found(place, before, computed, computed is not None and computed.kind is not torch.Tensor)
-        elif is_number(before):
-            if type(one) is type(other) is type(before) and one != other:
+        if isinstance(one, Computed):
+            yield Found(place, before, one, one.kind is not torch.Tensor)
+        elif isinstance(one, Kept):
+            if one.tensor is not before:
+                yield Found(place, before, None, False)
+        elif is_number(one):
+            if type(one) is type(other) and one != other and (is_nothing(before) or type(before) is type(one)):
                 yield Found(place, before, None, True)
         elif (now := _items(one)) is not None:
             was = before if isinstance(before, tuple) else copies.get(id(before), before)
-            if not is_nothing(was) and (_items(was) is None or (len(was) != len(now) and not isinstance(was, dict))):
+            if _items(was) is None:
+                if not (is_nothing(was) or is_carried(was)):
+                    return
+            elif len(was) != len(now) and not isinstance(was, dict):
                 return  # what grows is another at each call
             for key, item in now.items():
                 yield from find((*keys, key), _item(was, key), item, _item(other, key))

@@ -23,7 +23,7 @@ from graphpasses.identity import attributes_restored, find_state, put_back
 from graphpasses.state.counted import CountedError, Found, changing, is_number
 from graphpasses.state.keys import CONTAINERS, MISSING, key_of
 from graphpasses.state.model import is_trained
-from graphpasses.state.patterns import COMPUTED, filled, is_same_tensor, misfit, pattern_of, stand_ins, walk, was_read
+from graphpasses.state.patterns import COMPUTED, filled, misfit, pattern_of, stand_ins, walk, was_read
 from graphpasses.state.slots import Owner, Slot, read, write
 
 
@@ -82,7 +82,7 @@ class Left:
             before = read(owner, name)
             if isinstance(before, nn.Parameter) and path not in self.places:
                 value = nn.Parameter(value, requires_grad=before.requires_grad)
-            if before is not value and not is_same_tensor(before, value):
+            if before is not value:
                 write(owner, name, value)
 
     def _place(self, model: nn.Module, path: str) -> tuple[Any, str]:

@@ -31,7 +31,7 @@ class Computed:
 
     name: str  # of the output
     kind: type  # torch.Tensor, or a number's
-    facts: str = field(default="", compare=False)  # of a tensor, see `facts_of`
+    facts: tuple[Any, ...] = field(default=(), compare=False)  # of a tensor, see `facts_of`
     fault: str = field(default="", compare=False)  # why the next step must not read it; "" if it may
 
 
@@ -101,9 +101,9 @@ def pattern_of(
         return None
 
 
-def facts_of(tensor: torch.Tensor) -> str:
-    """Returns what a step has built in of a tensor that it reads, but for its strides."""
-    return f"{tensor.dtype}{[*tensor.shape]} on {tensor.device}"
+def facts_of(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device, tuple[str, ...]]:
+    """Returns what a step has built in of a tensor that it reads, but for its strides: dtype, device and sizes."""
+    return tensor.dtype, tensor.device, tuple(map(str, tensor.shape))
 
 
 _HISTORY = "a tensor with its history, into which eager's next backward would go on: keep x.detach()"
@@ -149,8 +149,7 @@ def filled(pattern: Any, current: Any, computed: MutableMapping[str, Any]) -> An
     and stays where it is to.
     """
     if isinstance(pattern, Computed):
-        value = computed.pop(pattern.name)
-        return current if is_same_tensor(current, value) else value
+        return computed.pop(pattern.name)
     if isinstance(pattern, SizeOf):
         return torch.Size([filled(dim, None, computed) for dim in pattern.dims])
     if isinstance(pattern, Kept):
@@ -170,14 +169,6 @@ def filled(pattern: Any, current: Any, computed: MutableMapping[str, Any]) -> An
         return value
     put_back(current, value)
     return current
-
-
-def is_same_tensor(one: Any, other: Any) -> bool:
-    """Whether two plain tensors are one in all but the object."""
-    if type(one) is not type(other) or type(one) is not torch.Tensor or one.requires_grad or not one.numel():
-        return False
-    places = ((each.data_ptr(), each.dtype, each.shape, each.stride()) for each in (one, other))
-    return len({*places}) == 1
 
 
 class _Opened(NamedTuple):

@@ -6,7 +6,7 @@ import gc
 import inspect
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from types import CodeType, FrameType, FunctionType, MemberDescriptorType, ModuleType
@@ -49,7 +49,7 @@ class Reads:
         self._own: dict[int, frozenset[str]] = {}  # the attributes that it had
         self._found: Any = MISSING  # what was read last
         self._ignored: set[tuple[int, str]] = set()
-        self._counted: set[tuple[int, Any]] = set()
+        self._counted: dict[tuple[int, Any], Key] = {}
         self._classes: set[type] = {nn.Module}
         self._codes: dict[int, tuple[CodeType, bool]] = {}  # that ran, and whether they are the user's
         self._nested: set[int] = set()  # the ids of code in these
@@ -78,9 +78,10 @@ class Reads:
         owner, _, name = fqn.rpartition(".")
         self._ignored.add((id(self._model.get_submodule(owner)), name))
 
-    def count(self, place: Place) -> None:
-        """Lets the step leave what stands in a place, be it another or not: the number is no constant of it."""
-        self._counted.add((id(place.owner.value), place.slot.name))
+    def count(self, places: Iterable[Place]) -> None:
+        """Notes what stands in places, which is no constant of the step."""
+        for owner, name in ((place.owner.value, place.slot.name) for place in places):
+            self._counted[id(owner), name] = key_of(read(owner, name))
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -126,8 +127,8 @@ class Reads:
             tensors = [each for each in walk(value).values() if isinstance(each, torch.Tensor)]
             if is_module and not is_same and tensors and all(any(each is one for one in own) for each in tensors):
                 continue  # a new list of the model's weights
-            difference = slot.difference(value, strict=True)
-            if difference is None and slot.left is MISSING and (id(owner.value), slot.name) not in self._counted:
+            difference, counted = slot.difference(value, strict=True), self._counted.get((id(owner.value), slot.name))
+            if difference is None and slot.left is MISSING and counted is None:
                 continue
             path = slot.path if is_module else f"{slot.path} (outside)"
             while path in left.places:  # closures of one ``def`` have the same names
@@ -136,7 +137,7 @@ class Reads:
             if is_module:
                 refusal = IN_CONTAINER.format(path) if isinstance(slot.value, CONTAINERS) else read_before(path)
             found = pattern_of(path, value, slot.copies, own)
-            if found is not None and _is_of_class(owner.value, slot.name):
+            if found is not None and (_is_of_class(owner.value, slot.name) or counted == key_of(value)):
                 left.also.append((slot, found[0]))
                 continue
             if found is not None and (is_same or can_write(owner.value, slot.name)):

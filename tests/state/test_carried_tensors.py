@@ -116,15 +116,15 @@ def in_a_new_list() -> Program:
 
 
 def averages() -> Program:
-    """A number that becomes a tensor, one that is there from the second call on, a count, and what nothing reads."""
-    kept = SimpleNamespace(average=0.0, best=None, n=0, last=None)
+    """A number that becomes a tensor, what is there from the second call on, counts, and what nothing reads."""
+    kept = SimpleNamespace(average=0.0, best=None, n=0, last=None, calls=None)
 
     def loss_fn(model: Any, x: Tensor) -> Tensor:
         loss = mean(model, x)
         with torch.no_grad():
             kept.average = 0.9 * kept.average + 0.1 * loss
             kept.best = loss if kept.best is None else torch.minimum(loss, kept.best)
-        kept.n, kept.last = kept.n + 1, x * 2
+        kept.n, kept.last, kept.calls = kept.n + 1, x * 2, (kept.calls or 0) + 1
         return loss * kept.average + loss * kept.best * kept.n
 
     return Program(linear(), loss_fn, lambda: vars(kept).copy(), lambda: vars(kept).update(best=torch.zeros(())))
@@ -308,7 +308,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "memory": (lambda model, out: model.weight.detach()[:3], "a tensor in the memory of a parameter or a buffer"),
     "growing": (
         lambda model, out: torch.cat([model.state, out.detach()]),
-        r"torch\.float32\[6, 4\] on cpu, and found another kind there, torch\.float32\[3, 4\] on cpu",
+        r"of shape \[6, 4\], and found \[3, 4\] there: it is another at each call",
     ),
 }
 

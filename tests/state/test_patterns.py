@@ -167,9 +167,6 @@ REFUSED: dict[str, Callable[[], Twin]] = {
     "asks if there is one": lambda: by_hook(
         lambda kept, out: kept.update(out=out if kept["out"] is None else 2 * out), {"out": None}
     ),
-    "counts": lambda: in_module(
-        lambda module, out: setattr(module.state, "last", (module.state.last or 0) + 1), "state"
-    ),
     "another object": lambda: in_module(lambda module, out: setattr(module.state, "last", State()), "state"),
     "a weight": lambda: in_module(lambda module, out: module.kept.update(v=module.weight), "kept"),
     "a module": lambda: in_module(lambda module, out: module.kept.update(v=nn.ReLU()), "kept"),
