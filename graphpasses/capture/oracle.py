@@ -89,7 +89,9 @@ def check_step(
     traced. Where bits may differ from run to run, operators alone are compared, those of formulas, too. ``step``
     has no update; ``batch`` is what it was captured on, and ``traced`` are the calls that were traced.
     """
-    model, leaves, outside = step.model, step.batch_structure.leaves(batch), step.snapshot.outside_model
+    model, outside = step.model, step.snapshot.outside_model
+    counted = step.counted.tensors(step.counted.read(model))
+    leaves = [*step.batch_structure.leaves(batch), *counted]
     consensus = RankConsensus.of_graph(step.graph, next(nn.Module.parameters(model)).device)
     agreed = partial(consensus.raised_together, FidelityError(_ANOTHER_RANK))
 

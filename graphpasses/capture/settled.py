@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import fx, nn
@@ -10,60 +10,95 @@ from torch import fx, nn
 from graphpasses._torch.step_tracer import TracedFunction
 from graphpasses.errors import CaptureError
 from graphpasses.identity import same_bits
-from graphpasses.state.counted import CountedError, Place, is_countable
+from graphpasses.state.counted import CountedError, Place, followed, is_countable
+from graphpasses.state.keys import Key
 from graphpasses.state.left_tensors import Left
 from graphpasses.state.patterns import OldValueError
 from graphpasses.state.reads import Reads
+from graphpasses.state.slots import Difference, Slot
 
 
 def trace_until_settled(
-    model: nn.Module, reads: Reads, left: Sequence[Left], trace: Callable[[], tuple[TracedFunction, list[str]]]
+    model: nn.Module,
+    reads: Reads,
+    left: list[Left],
+    trace: Callable[[], tuple[TracedFunction, list[str]]],
+    *,
+    recaptures: bool,
 ) -> TracedFunction:
     """Traces a step, and again with what it has left, for good at its first call, as a flag, or at each, in a list.
 
-    The graph must be the same, and what loss_fn decides. ``left`` is what each trace leaves.
+    The graph must be the same, and what loss_fn decides. But where it ``recaptures``, the second call may find
+    something in the place of nothing, for which it is captured again. ``left`` is what each trace leaves.
     """
+    is_first = False
     with reads.watched():
         traced, decided = trace()
         left[0].mark()
-        changed, is_same, different = reads.changed(), True, None
-        if changed or left[0].places:
-            names_read = left[0].give_stand_ins(model)
+        outside = reads.refusal()
+        if (changed := reads.changed()) or left[0].places:
+            names_read, failed, is_same = left[0].give_stand_ins(model), None, False
             try:
                 again, decided_again = trace()
+                is_same = decided == decided_again and _same_graphs(traced.gm, again.gm)
             except OldValueError as error:
-                if places := left[0].changing_numbers(None, names_read()):
-                    raise CountedError(*places) from None
-                raise CaptureError(left[0].refusal_of(names_read()) or str(error)) from error
-            is_same = decided == decided_again and _same_graphs(traced.gm, again.gm)
-            if places := left[0].changing_numbers(left[1], names_read()):
-                raise CountedError(*places)
-            different = left[0].refusal_of(names_read()) or left[0].difference(left[1], is_same=is_same)
-        changed_again = reads.changed()
-        numbers: list[str | Place] = []
-        for slot, (first, key) in changed.items():
-            second, _ = changed_again.get(slot, (None, None))
-            last = first.before if second is None else second.now
-            texts = [*map(str, (first.before, first.now, last))]
-            if second is None or second.now != first.now:
-                if found := [slot.path] if is_countable(model, slot.path) else reads.changing_numbers(slot, *left):
-                    numbers += found
-                    continue
-                raise CaptureError(
-                    f"forward reads attribute {slot.path!r} and changes it at each call ({', '.join(texts)}), and "
-                    "a captured step would not. Keep it in a buffer that forward writes in place, or set it outside"
-                )
-            if not is_same:
-                raise CaptureError(
-                    f"forward changes attribute {slot.path!r} ({', '.join(texts[:2])}) and computes otherwise "
-                    "from then on; a captured step would not. Run forward once before the capture"
-                )
-            slot.others = (*slot.others, key)
-        if numbers:
-            raise CountedError(*numbers)
-        if different is not None:
-            raise CaptureError(different)
+                failed = error
+            found, names = left[0].changing(None if failed else left[1]), names_read()
+            if places := followed(found, names):
+                raise CountedError(*places) from None
+            read = [each for each in found if each.is_read(names)]
+            why = next((each.refusal for each in read if each.refusal), None)
+            is_first = recaptures and bool(read) and not (why or outside)
+            reads.must_stay = not is_first  # a part of a call may have changed it
+            if failed is not None and not is_first:
+                raise CaptureError(why or left[0].refusal_of(names) or str(failed)) from failed
+            if not is_first:
+                _refuse_changes(model, reads, left, changed, names, is_same=is_same)
+    if is_first:
+        left[0].unmark()
+        del left[1:]
     return traced
+
+
+def _refuse_changes(
+    model: nn.Module,
+    reads: Reads,
+    left: Sequence[Left],
+    changed: Mapping[Slot, tuple[Difference, Key]],
+    names_read: set[str],
+    *,
+    is_same: bool,
+) -> None:
+    """Raises where the second trace leaves something else than the first, which reads what the first computed by
+    names, or where it is not the same after the first has ``changed`` attributes.
+    """
+    different = left[0].refusal_of(names_read) or left[0].difference(left[1], is_same=is_same)
+    changed_again = reads.changed()
+    numbers: list[str | Place] = []
+    for slot, (first, key) in changed.items():
+        second, _ = changed_again.get(slot, (None, None))
+        last = first.before if second is None else second.now
+        texts = [*map(str, (first.before, first.now, last))]
+        if second is None or second.now != first.now:
+            is_fqn = is_countable(model, slot.path)
+            found = [slot.path] if is_fqn else [*followed(reads.changing(slot, *left), ())]
+            numbers += found
+            if found:
+                continue
+            raise CaptureError(
+                f"forward reads attribute {slot.path!r} and changes it at each call ({', '.join(texts)}), and "
+                "a captured step would not. Keep it in a buffer that forward writes in place, or set it outside"
+            )
+        if not is_same:
+            raise CaptureError(
+                f"forward changes attribute {slot.path!r} ({', '.join(texts[:2])}) and computes otherwise "
+                "from then on; a captured step would not. Run forward once before the capture"
+            )
+        slot.others = (*slot.others, key)
+    if numbers:
+        raise CountedError(*numbers)
+    if different is not None:
+        raise CaptureError(different)
 
 
 def _same_graphs(graph: fx.GraphModule, other: fx.GraphModule) -> bool:

@@ -86,6 +86,7 @@ def trace_step(
     counted: Counted,
     strides: Strides,
     copies: bool,
+    recaptures: bool,
 ) -> Trace:
     """Traces forward, loss and backward on fake tensors, and leaves the model as it was.
 
@@ -93,7 +94,7 @@ def trace_step(
     leaves in modules, and what else ``loss_fn`` returns. It records the operators that are called if ``is_recorded``;
     ``varying`` are the dims of the batch whose sizes may vary, ``counted`` the attributes that are inputs, behind the
     batch, ``strides`` those of eager's results, if known. Whether a shard that is alone ``copies``, see
-    :func:`communication_traced`.
+    :func:`communication_traced`. Whether it ``recaptures`` a step of which the second call finds something else.
     """
     identity, keeps_casts = IdentityMap.of(model), torch.is_autocast_cache_enabled()
     state = dict(named_state(model))
@@ -107,8 +108,7 @@ def trace_step(
     counts = counted.read_numbers(model)
     for fqn in counted.fqns:
         reads.ignore(fqn)
-    for place in counted.places:
-        reads.count(place)
+    counted = counted.seen(model)
     decisions = Decisions(model, list(zip(paths, leaves, strict=True)), varying, counted.paths)
 
     def step(*args: Any) -> list[torch.Tensor | None]:
@@ -133,9 +133,10 @@ def trace_step(
             """Returns the parameters, and buffers, that have gradients, by FQN."""
             return {fqn: parameter for fqn, parameter in named.items() if parameter.grad is not None}
 
-        left_tensors, check_structure = LeftTensors(model), structure_check(model, state, first_call=FIRST_CALL)
+        check_structure = structure_check(model, state, first_call=FIRST_CALL)
         given = [args[index] for index in structure.same or range(len(args))]
-        records.append(record := record_calls(model, identity, given, only_undo=not is_recorded))
+        named_inputs = [*given, *counted.tensors(numbers)]
+        records.append(record := record_calls(model, identity, named_inputs, only_undo=not is_recorded))
         with (
             tensors_kept(model, dict(zip(structure.paths, given, strict=True))),
             caches_emptied_on_error(),
@@ -151,7 +152,9 @@ def trace_step(
             held_traced(state, dict(named_state(model)), held),
         ):
             reductions.filled = order
-            counted.write(model, [number.item() for number in numbers])
+            counted.write_traced(model, numbers)
+            reads.count(counted.places)
+            left_tensors = LeftTensors(model)
             with (
                 _autocast_cached(model, keeps_casts=keeps_casts),
                 other_models_refused(model),
@@ -209,7 +212,7 @@ def trace_step(
                 raise CaptureError(_TRAINS_ANOTHER.format(fqn))
         marks, marked = Marks.of(named, reductions)
         left, values = left_tensors.find(reads.has_read)
-        elsewhere, put = reads.left([id(tensor) for _, tensor in named_state(model)])
+        elsewhere, put = reads.left([tensor for _, tensor in named_state(model)])
         left |= put
         elsewhere.values.update(values)
         all_left.append(elsewhere)
@@ -240,12 +243,16 @@ def trace_step(
             named = zip(paths, leaves, strict=True)
             given = [_distinct(leaf, varying.get(path, ())) for path, leaf in named]
             traced = trace_until_settled(
-                model, reads, all_left, lambda: (trace_with_torch(step, model)(*given), decisions.texts)
+                model,
+                reads,
+                all_left,
+                lambda: (trace_with_torch(step, model)(*given), decisions.texts),
+                recaptures=recaptures,
             )
     finally:
         for record in reversed(records):
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
-        counted.write(model, counts)
+        counted.put_back(model, counts)
         reads.look_again(counted.places)
     calls, guards = records[0].calls, decisions.guards
     return Trace(

@@ -133,7 +133,7 @@ def capture_train_step(
     consensus = RankConsensus.of_model(model if check else nn.Module())
     name = None if optimizers is None else optimizers.name
     consensus.check_given(optimizer=name, clip_norm=clip_norm, recapture=recapture, check_every=check_every)
-    capture = partial(_capture, loss_fn, optimizers=optimizers, clip_norm=clip_norm)
+    capture = partial(_capture, loss_fn, optimizers=optimizers, clip_norm=clip_norm, recaptures=recapture)
     capture = partial(capture, dynamic_shapes=dynamic_shapes, check=check)
     # The eager step communicates: the other ranks would wait in it for one that could not trace.
     elsewhere = FailedElsewhereError("another rank could not capture the step; its message says why")
@@ -150,6 +150,7 @@ def _capture(
     clip_norm: float | None,
     dynamic_shapes: Any,
     check: bool,
+    recaptures: bool,
     traced_everywhere: Callable[[], None] = lambda: None,
     strides: Strides | None = None,
     counted: Counted = NONE_COUNTED,
@@ -163,7 +164,7 @@ def _capture(
     """
     again = partial(_capture, loss_fn, model, *batch, optimizers=optimizers, clip_norm=clip_norm)
     again = partial(again, dynamic_shapes=dynamic_shapes, check=check, traced_everywhere=traced_everywhere)
-    again = partial(again, strides=strides, counted=counted, copies=copies)
+    again = partial(again, strides=strides, counted=counted, copies=copies, recaptures=recaptures)
     with accumulation_set_aside(model), stages_shown(), recording_paused():
         # Look
         refuse_model(model)
@@ -182,7 +183,7 @@ def _capture(
         stage("traces loss_fn and its backward")
         with paused_gc():
             traced = partial(trace_step, loss_fn, model, structure, leaves, varying=varying, counted=counted)
-            traced = partial(traced, strides=strides or {}, copies=copies)
+            traced = partial(traced, strides=strides or {}, copies=copies, recaptures=recaptures)
             try:
                 trace = traced(is_recorded=unchecked is None)
             except NowTrainedError as error:
@@ -206,7 +207,7 @@ def _capture(
             guards=trace.guards,
             left_unsharded=frozenset(trace.unsharded),
             left_values=trace.left_values,
-            counted=counted,
+            counted=counted.seen(model),
             returned=trace.returned,
             hook_order=trace.hook_order,
             snapshot=Snapshot.of(

@@ -298,7 +298,7 @@ class CapturedStep(TrainGraph):
         if self.written:
             named = zip(self.inputs[: len(values)], values, strict=True)
             written = [(item.fqn, each) for item, each in named if item.fqn in self.written and item.is_tensor]
-            check_memory(written, zip(self.batch_structure.paths, leaves, strict=False))
+            check_memory(written, ((path, leaf) for (path, _), leaf in zip(self.batch_leaves, leaves, strict=True)))
         # The casts of the captured step are in its graph; autocast must not add others.
         uncast = torch.autocast(next(nn.Module.parameters(self.model)).device.type, enabled=False)
         if update is None:

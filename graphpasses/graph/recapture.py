@@ -161,7 +161,7 @@ class GuardedCache:
         step = self.rewritten(step, first.rewrites)
         step.note(f"captured again: {why}")
         # The others hold a number constant that this one changes.
-        if not self._consensus.all_ranks([step.counted == first.counted])[0]:
+        if not self._consensus.all_ranks([step.counted.numbers == first.counted.numbers])[0]:
             self.steps.clear()
         self.steps = [*self.steps[-MAX_STEPS + 1 :], step]
         self._last = step
@@ -172,7 +172,7 @@ class GuardedCache:
         that it cannot read so.
         """
         first = self._last
-        known = first.counted.that_are_numbers(first.model)
+        known = first.counted.that_are_carried(first.model)
         numbers = first.snapshot.changed_numbers(first.model)
         while True:
             also = [numbers[path] for path in numbers.keys() - self._built_in - {*known.paths}]

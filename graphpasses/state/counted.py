@@ -1,24 +1,25 @@
-"""Numbers that a step changes at each call, as a count of its calls: it reads and leaves them."""
+"""Numbers and tensors that a step changes at each call, as a count of calls or a state: it reads and leaves them."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from graphpasses.errors import CaptureError
-from graphpasses.state.keys import MISSING, key_of
-from graphpasses.state.patterns import Computed, Same
-from graphpasses.state.slots import Owner, Slot, can_write, read, write
+from graphpasses.state.keys import MISSING, TensorFacts, key_of
+from graphpasses.state.patterns import Computed, Kept, Same, facts_of
+from graphpasses.state.slots import Owner, Slot, can_write, changed, read, write
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a number stands that is no attribute of a module's own."""
+    """Where a number or a tensor stands that is no number in an attribute of a module's own."""
 
     path: str  # as messages have it, and no other place
     owner: Owner = field(compare=False)
@@ -38,15 +39,19 @@ class Place:
         return value
 
     def write(self, value: Any) -> None:
-        """Puts another number there."""
-        if self.keys:
-            self.holder[self.keys[-1]] = value
-        else:
+        """Puts another one there; a tuple that has it becomes another."""
+        if not self.keys:
             write(self.owner.value, self.slot.name, value)
+        elif isinstance(holder := self.holder, tuple):
+            items = [value if key == self.keys[-1] else each for key, each in enumerate(holder)]
+            make = getattr(type(holder), "_make", type(holder))  # of a named tuple
+            replace(self, keys=self.keys[:-1]).write(make(items))
+        else:
+            holder[self.keys[-1]] = value
 
 
 class CountedError(CaptureError):
-    """A step changes numbers at each call, whose places it has, or FQNs of attributes: they are to be its inputs."""
+    """A step changes at each call what stands in these places, or attributes by FQN: it is to be its input."""
 
 
 class BuiltInError(CaptureError):
@@ -62,41 +67,64 @@ _DTYPES = {int: torch.int64, float: torch.float64}
 
 @dataclass(frozen=True)
 class Counted:
-    """The numbers that are inputs of a step, as tensors are: in attributes of a model's modules, and elsewhere."""
+    """The numbers that are inputs of a step, in attributes of a model's modules and elsewhere, and such tensors."""
 
     fqns: tuple[str, ...] = ()
     places: tuple[Place, ...] = ()
+    kinds: tuple[type, ...] = field(default=(), compare=False)  # of what stood there when the step was captured
+    same: tuple[int, ...] = field(default=(), compare=False)  # for each, which was the first that was the same tensor
 
     @property
     def paths(self) -> tuple[str, ...]:
         """What messages call the inputs."""
         return (*(f"attribute {fqn!r}" for fqn in self.fqns), *(repr(place.path) for place in self.places))
 
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """What messages call the inputs that are numbers."""
+        return tuple(path for path, kind in zip(self.paths, self.kinds, strict=True) if kind in _DTYPES)
+
     def and_also(self, *also: str | Place) -> Counted:
-        """Returns these and others: places, or FQNs of attributes."""
+        """Returns these and others: places, also of objects that stand where others stood, or FQNs of attributes."""
         places = tuple(each for each in also if isinstance(each, Place))
         fqns = tuple(each for each in also if not isinstance(each, Place))
-        return replace(self, fqns=(*self.fqns, *fqns), places=(*self.places, *places))
+        known = {(place.path, id(place.owner.value)) for place in self.places}
+        again = [each.path for each in places if (each.path, id(each.owner.value)) in known]
+        for path in (*again, *({*fqns} & {*self.fqns})):
+            raise CaptureError(f"the step changes {path!r} at each call, and does not read it where it leaves it")
+        others = (each for each in self.places if each not in places)
+        return replace(self, fqns=(*self.fqns, *fqns), places=(*others, *places))
 
-    def that_are_numbers(self, model: nn.Module) -> Counted:
-        """Returns those of which numbers stand there now."""
+    def seen(self, model: nn.Module) -> Counted:
+        """Returns it with what counts of what stands there now."""
+        values = self._values(model)
+        return replace(self, kinds=tuple(map(type, values)), same=_same(values))
+
+    def that_are_carried(self, model: nn.Module) -> Counted:
+        """Returns those of which numbers or tensors stand there now."""
         are = [*map(is_carried, self._values(model))]
         fqns = tuple(each for each, is_one in zip(self.fqns, are, strict=False) if is_one)
         places = zip(self.places, are[len(self.fqns) :], strict=True)
         return Counted(fqns, tuple(each for each, is_one in places if is_one))
 
     def check(self, model: nn.Module, captured: Sequence[tuple[str, Any]]) -> None:
-        """Raises if another kind of number stands somewhere than when the step was ``captured``, by path."""
-        for (path, before), now in zip(captured, self._values(model), strict=True):
-            kind = next(each for each, dtype in _DTYPES.items() if dtype == before.dtype)
+        """Raises if something of another kind stands somewhere than when the step was ``captured``, by path."""
+        values = self._values(model)
+        for (path, before), kind, now in zip(captured, self.kinds, values, strict=True):
             if type(now) is not kind or not is_carried(now):
+                what = f"a number ({kind.__name__})" if kind in _DTYPES else "a tensor"
                 raise CaptureError(
-                    f"{path} is {key_of(now)} now, and had a number ({kind.__name__}) when the step was captured. "
-                    "Give it such numbers from its start, or capture a step for it"
+                    f"{path} is {key_of(now)} now, and had {what} when the step was captured. "
+                    "Give it such from its start, or capture a step for it"
                 )
+            if isinstance(now, torch.Tensor) and TensorFacts.of(now) != (facts := TensorFacts.of(before)):
+                raise changed(path, *facts.told_from(TensorFacts.of(now)))
+        for path, was, now in zip(self.paths, self.same, _same(values), strict=True):
+            if was != now:
+                raise changed(f"whether {path} and {self.paths[min(was, now)]} are one tensor", was < now, now < was)
 
     def read(self, model: nn.Module) -> list[Any]:
-        """Returns the numbers as tensors, or what is read there instead."""
+        """Returns the numbers as tensors, the tensors, or what is read there instead."""
         return [*map(_as_tensor, self._values(model))]
 
     def _values(self, model: nn.Module) -> list[Any]:
@@ -112,6 +140,15 @@ class Counted:
         own = (vars(module).get(name, MISSING) for module, name in values)
         return [*own, *(place.read() for place in self.places)]
 
+    def tensors(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        """Returns those of a step's inputs that are no numbers."""
+        return [each for each, kind in zip(inputs, self.kinds, strict=True) if kind is torch.Tensor]
+
+    def write_traced(self, model: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+        """Puts a step's traced inputs there, of numbers their values."""
+        pairs = zip(self.same, self.kinds, strict=True)
+        self.write(model, [inputs[at] if kind is torch.Tensor else inputs[at].item() for at, kind in pairs])
+
     def write(self, model: nn.Module, numbers: list[Any]) -> None:
         """Puts others there, or none."""
         for fqn, number in zip(self.fqns, numbers, strict=False):
@@ -120,12 +157,17 @@ class Counted:
         for place, number in zip(self.places, numbers[len(self.fqns) :], strict=True):
             place.write(number)
 
+    def put_back(self, model: nn.Module, values: Sequence[Any]) -> None:
+        """Puts back what :meth:`read_numbers` has read, where something else is."""
+        if [*map(id, self.read_numbers(model))] != [*map(id, values)]:
+            self.write(model, [*values])
+
     def for_model(self, attributes: Iterable[Owner]) -> Counted:
         """Returns the same of a step of another model, which has these attributes."""
         slots = {slot.path: (owner, slot) for owner in attributes for slot in owner.slots.values()}
         for place in self.places:
             if place.slot.path not in slots:
-                raise CaptureError(f"the step counts in {place.path!r}; capture the other model's step")
+                raise CaptureError(f"the step goes on from {place.path!r}; capture the other model's step")
         places = ((place, *slots[place.slot.path]) for place in self.places)
         return replace(self, places=tuple(replace(each, owner=owner, slot=slot) for each, owner, slot in places))
 
@@ -146,34 +188,107 @@ def is_number(value: Any) -> bool:
 
 
 def is_carried(value: Any) -> bool:
-    """Whether a tensor can carry a value."""
-    return is_number(value) and isinstance(_as_tensor(value), torch.Tensor)
+    """Whether a step can read a value as an input: a number that a tensor can carry, or a plain tensor."""
+    if not isinstance(value, torch.Tensor):
+        return is_number(value) and isinstance(_as_tensor(value), torch.Tensor)
+    is_view = value.is_conj() or value.is_neg()
+    is_plain = type(value) is torch.Tensor and value.layout is torch.strided and not (is_view or vars(value))
+    return is_plain and not value.requires_grad
 
 
-def changing_numbers(
-    path: str, owner: Owner, slot: Slot, pattern: Any, later: Any, was_read: Collection[str]
-) -> list[Place]:
-    """Returns where a slot, or a container in it, had a number that a step changes at each call.
+class Found(NamedTuple):
+    """A place of which a step leaves another value than it had."""
 
-    Its ``pattern`` is what the step leaves, ``later`` what it leaves the next time, of which ``was_read`` has the
-    names of computed ones that the step reads.
+    place: Place
+    before: Any
+    computed: Computed | None  # what it leaves; None of a number that Python changes, and of what stood elsewhere
+    is_number: bool
+
+    def is_read(self, names: Collection[str]) -> bool:
+        """Whether the next step reads it, if it reads what this one computed by these names."""
+        return self.computed is None or self.computed.name in names
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether it can be an input of the step."""
+        if self.computed is None or not is_carried(self.before):
+            return is_carried(self.before)
+        if self.computed.kind is not torch.Tensor:
+            return self.computed.kind is type(self.before)
+        is_alike = isinstance(self.before, torch.Tensor) and self.computed.facts == facts_of(self.before)
+        return is_alike and not self.computed.fault
+
+    @property
+    def refusal(self) -> str | None:
+        """Says why the next step must not read it; None where only the first call finds what was there: no value, or
+        another kind, as before autocast chose the dtype, that is not another at each call.
+        """
+        where = f"the step reads at its next call what it keeps in {self.place.path!r}"
+        if self.computed is not None and self.computed.fault:
+            return f"{where}, {self.computed.fault}"
+        if is_nothing(self.before) or is_number(self.before) or (self.computed and not self.computed.facts):
+            return None
+        if self.computed is None or not is_carried(self.before):
+            return f"{where}, and found {key_of(self.before)} there"
+        (*kind, was), (*now, sizes) = facts_of(self.before), self.computed.facts
+        if kind != now or len(was) != len(sizes) or all(a in (b, "1") for a, b in zip(was, sizes, strict=True)):
+            return None
+        return (
+            f"{where}, of shape [{', '.join(sizes)}], and found [{', '.join(was)}] there: it is another at each call"
+        )
+
+    def is_beside(self, other: Found) -> bool:
+        """Whether two are in one container, or attributes of one object."""
+        mine, its = self.place, other.place
+        return mine.keys[:-1] == its.keys[:-1] and (mine.slot is its.slot if mine.keys else mine.owner is its.owner)
+
+
+def changing(path: str, owner: Owner, slot: Slot, pattern: Any, later: Any = MISSING) -> list[Found]:
+    """Returns where a slot, or a container in it, gets what a step computes, or another number at each call.
+
+    Its ``pattern`` is what the step leaves, ``later`` what it leaves the next time.
     """
     copies = {id(container): items for container, items in slot.copies}
 
-    def find(keys: tuple[Any, ...], before: Any, one: Any, other: Any) -> Iterator[Place]:
-        if is_number(before):
-            is_computed = isinstance(one, Computed) and one.kind is type(before) and one.name in was_read
-            is_other = type(one) is type(other) is type(before) and one != other
-            if is_computed or is_other:
-                yield Place(path + "".join(f"[{key!r}]" for key in keys), owner, slot, keys)
-        elif isinstance(one, Same) and id(before) in copies:
-            was, now, then = copies[id(before)], one.items, other.items if isinstance(other, Same) else {}
-            for key, item in was.items() if isinstance(was, dict) else enumerate(was):
-                yield from find((*keys, key), item, _item(now, key), _item(then, key))
+    def find(keys: tuple[Any, ...], before: Any, one: Any, other: Any) -> Iterator[Found]:
+        place = Place(path + "".join(f"[{key!r}]" for key in keys), owner, slot, keys)
+        if isinstance(one, Computed):
+            yield Found(place, before, one, one.kind is not torch.Tensor)
+        elif isinstance(one, Kept):
+            if one.tensor is not before:
+                yield Found(place, before, None, False)
+        elif is_number(one):
+            if type(one) is type(other) and one != other and (is_nothing(before) or type(before) is type(one)):
+                yield Found(place, before, None, True)
+        elif (now := _items(one)) is not None:
+            was = before if isinstance(before, tuple) else copies.get(id(before), before)
+            if _items(was) is None:
+                if not (is_nothing(was) or is_carried(was)):
+                    return
+            elif len(was) != len(now) and not isinstance(was, dict):
+                return  # what grows is another at each call
+            for key, item in now.items():
+                yield from find((*keys, key), _item(was, key), item, _item(other, key))
 
-    if not is_number(slot.value) or can_write(owner.value, slot.name):
-        return [*find((), slot.value, pattern, later)]
-    return []
+    return [*find((), slot.value, pattern, later)]
+
+
+def followed(found: Sequence[Found], names: Collection[str]) -> list[Place]:
+    """Returns the places that are to be inputs: of numbers that change, and of what the next step reads by ``names``;
+    with a tensor those beside it, which are likely to be read, too.
+    """
+    tensors = [each for each in found if each.is_read(names) and each.is_followed and not each.is_number]
+
+    def is_beside(one: Found) -> bool:
+        is_tensor = isinstance(one.before, torch.Tensor) and is_carried(one.before)
+        return is_tensor and (one.computed is None or one.is_followed) and any(map(one.is_beside, tensors))
+
+    return [each.place for each in found if (each.is_read(names) and each.is_followed) or is_beside(each)]
+
+
+def is_nothing(value: Any) -> bool:
+    """Whether there is no value."""
+    return value is None or value is MISSING
 
 
 def changed_numbers(owner: Owner, slot: Slot) -> list[Place]:
@@ -184,18 +299,36 @@ def changed_numbers(owner: Owner, slot: Slot) -> list[Place]:
         if is_number(before) and is_carried(now):
             if repr(before) != repr(now):
                 yield Place(slot.path + "".join(f"[{key!r}]" for key in keys), owner, slot, keys)
-        elif before is now and isinstance(items := copies.pop(id(before), None), (dict, list)):
-            for key, item in items.items() if isinstance(items, dict) else enumerate(items):
+        elif isinstance(before, torch.Tensor):
+            if before is not now and is_carried(before) and is_carried(now) and isinstance(now, torch.Tensor):
+                yield Place(slot.path + "".join(f"[{key!r}]" for key in keys), owner, slot, keys)
+        elif type(before) is type(now):
+            items = _items(before if isinstance(before, tuple) else copies.pop(id(before), None)) or {}
+            for key, item in items.items():
                 yield from find((*keys, key), item, _item(now, key))
 
     now = read(owner.value, slot.name)
     return [*find((), slot.value, now)] if not is_number(now) or can_write(owner.value, slot.name) else []
 
 
+def _same(values: Sequence[Any]) -> tuple[int, ...]:
+    """Returns for each value the position of the first that is the same tensor; its own of a number."""
+    first: dict[int, int] = {}
+    pairs = enumerate(values)
+    return tuple(first.setdefault(id(each), at) if isinstance(each, torch.Tensor) else at for at, each in pairs)
+
+
 def _item(items: Any, key: Any) -> Any:
-    if isinstance(items, dict):
-        return items.get(key, MISSING)
-    return items[key] if isinstance(items, list) and isinstance(key, int) and key < len(items) else MISSING
+    return (_items(items) or {}).get(key, MISSING)
+
+
+def _items(value: Any) -> dict[Any, Any] | None:
+    """Returns the items of a container, or of a pattern of one, by key or place; None of what is none."""
+    value = value.items if isinstance(value, Same) else value
+    if isinstance(value, dict):
+        return value
+    is_sequence = isinstance(value, (list, tuple, deque)) and not isinstance(value, torch.Size)
+    return dict(enumerate(value)) if is_sequence else None
 
 
 def _place(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:

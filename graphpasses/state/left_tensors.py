@@ -20,7 +20,7 @@ from graphpasses._torch.schemas import is_tensor_subclass
 from graphpasses._torch.storage import memories
 from graphpasses.errors import CaptureError
 from graphpasses.identity import attributes_restored, find_state, put_back
-from graphpasses.state.counted import CountedError, Place, changing_numbers, is_number
+from graphpasses.state.counted import CountedError, Found, changing, is_number
 from graphpasses.state.keys import CONTAINERS, MISSING, key_of
 from graphpasses.state.model import is_trained
 from graphpasses.state.patterns import COMPUTED, filled, misfit, pattern_of, stand_ins, walk, was_read
@@ -108,8 +108,16 @@ class Left:
 
     def mark(self) -> None:
         """Lets the places have what a step leaves there."""
-        for slot, pattern in (*((slot, self.values[path]) for path, (_, slot) in self.places.items()), *self.also):
+        for slot, pattern in self._marked():
             slot.left = pattern
+
+    def unmark(self) -> None:
+        """Lets the places have what they had, and nothing else."""
+        for slot, _ in self._marked():
+            slot.left, slot.is_cache = MISSING, False
+
+    def _marked(self) -> list[tuple[Slot, Any]]:
+        return [*((slot, self.values[path]) for path, (_, slot) in self.places.items()), *self.also]
 
     def give_stand_ins(self, model: nn.Module) -> Callable[[], set[str]]:
         """Leaves, for what a step computes, what raises when it is read; returns what tells the names of such."""
@@ -128,16 +136,14 @@ class Left:
         different = (path for path, one, another in pairs if not is_same or misfit(another, one))
         return next(map(self.refusals.__getitem__, different), None)
 
-    def changing_numbers(self, later: Left | None, names: Collection[str]) -> list[Place]:
-        """Returns where the step changes a number at each call, as ``later`` shows, which goes on where this one
-        ended, or what it reads by ``names``.
+    def changing(self, later: Left | None) -> list[Found]:
+        """Returns where the step leaves what it computes, or changes a number, as ``later`` shows, which goes on from
+        there.
         """
         values = {} if later is None else later.values
-        found = list[Place]()
-        for path, place in self.places.items():
-            patterns = self.values[path], values.get(path, MISSING)
-            found += changing_numbers(path, *place, *patterns, names)
-        return found
+        places = self.places.items()
+        found = (changing(path, *place, self.values[path], values.get(path, MISSING)) for path, place in places)
+        return [each for of_place in found for each in of_place]
 
 
 def with_gradients(model: nn.Module) -> list[torch.Tensor]:
@@ -244,13 +250,16 @@ class LeftTensors:
         left, values = dict[str, Any](), dict[str, Any]()
         for fqn in {fqn for fqn in self._before if find_state(self._model, fqn) is None} - now.keys():
             raise CaptureError(f"forward deletes attribute {fqn!r}, and a captured step would not{FIRST_CALL}")
-        own = {id(each) for fqn, each in now.items() if isinstance(each, torch.Tensor) and fqn not in changed}
-        own |= {*map(id, nn.Module.parameters(self._model))}
+        own = [each for fqn, each in now.items() if isinstance(each, torch.Tensor) and fqn not in changed]
+        own += nn.Module.parameters(self._model)
         for fqn, value in changed.items():
             owner, _, name = fqn.rpartition(".")
-            module, before, key = self._model.get_submodule(owner), self._before.get(fqn), key_of(value)
+            module, before, key = self._model.get_submodule(owner), self._before.get(fqn, MISSING), key_of(value)
             is_state, is_same = name in module._buffers or name in module._parameters, value is before
             is_read = not is_state and has_read(module, name)
+            is_looked_at = is_read and not key.is_plain and isinstance(value, (*COMPUTED, *CONTAINERS))
+            if is_looked_at and not (isinstance(value, py_sym_types) and is_number(before)):
+                continue  # what `Reads` knows
             _refuse_subclass(fqn, value)
             if is_state and _kind(self._before[fqn]) != _kind(value):
                 what = "buffer" if name in module._buffers else "parameter"
@@ -260,19 +269,16 @@ class LeftTensors:
                 )
             if isinstance(value, COMPUTED):
                 if is_read:
-                    is_counted = isinstance(value, py_sym_types) and is_number(before)
-                    raise CountedError(fqn) if is_counted else CaptureError(read_before(fqn))
+                    raise CountedError(fqn)
                 left[fqn] = value
             elif key.is_plain or isinstance(value, CONTAINERS):
                 tensors = {id(each) for each in walk(value).values() if isinstance(each, torch.Tensor)}
-                if (is_same and is_read and not key.is_plain) or (not is_same and tensors and tensors <= own):
-                    continue  # what `Reads` knows, or a new list of the model's weights
+                if not is_same and tensors and tensors <= {*map(id, own)}:
+                    continue  # a new list of the model's weights
                 found = pattern_of(fqn, value, [(value, [])] if is_same else (), own)
                 if found is None or (is_same and not key.is_plain):
                     raise CaptureError(IN_CONTAINER.format(fqn))
                 values[fqn], parts = found
-                if parts and is_read:
-                    raise CaptureError(read_before(fqn))
                 for part, each in parts.items():
                     _refuse_subclass(part, each)
                 left |= parts

@@ -6,7 +6,7 @@ import copy
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -14,6 +14,8 @@ from torch import nn
 from torch.types import py_sym_types
 
 from graphpasses._torch import pytree
+from graphpasses._torch.fake_mode import is_fake
+from graphpasses._torch.storage import memories
 from graphpasses.errors import CaptureError
 from graphpasses.identity import put_back
 from graphpasses.state.keys import MISSING, Key, key_of
@@ -29,6 +31,8 @@ class Computed:
 
     name: str  # of the output
     kind: type  # torch.Tensor, or a number's
+    facts: tuple[Any, ...] = field(default=(), compare=False)  # of a tensor, see `facts_of`
+    fault: str = field(default="", compare=False)  # why the next step must not read it; "" if it may
 
 
 @dataclass(frozen=True)
@@ -57,26 +61,31 @@ class _NoPatternError(Exception):
 
 
 def pattern_of(
-    path: str, value: Any, copies: Iterable[tuple[Any, Any]] = (), known: Collection[int] = ()
+    path: str, value: Any, copies: Iterable[tuple[Any, Any]] = (), own: Collection[torch.Tensor] = ()
 ) -> tuple[Any, dict[str, Any]] | None:
     """Returns the pattern of what stands somewhere after a step, and what the step computed of it, by name.
 
     None if it holds something else than that, Python values, and tensors that were there before. ``copies`` are the
-    containers that were there, with copies, and ``known`` ids of tensors of the model.
+    containers that were there, with copies, and ``own`` tensors of the model.
     """
     old = {id(container) for container, _ in copies}
     kept = {id(each) for _, items in copies for each in (items.values() if isinstance(items, dict) else items)}
-    known, parts = {*known}, dict[str, Any]()
+    known, of_model, parts = {*map(id, own)}, memories([*own]), dict[str, Any]()
 
     def pattern(each: Any, inside: tuple[int, ...]) -> Any:
         if isinstance(each, COMPUTED):
-            if id(each) in known or isinstance(each, (nn.Parameter, *_OLD)):
+            if isinstance(each, _OLD):
+                _raise(each)  # what stands elsewhere now was read
+            if id(each) in known or isinstance(each, nn.Parameter):
                 raise _NoPatternError
-            if id(each) in kept and isinstance(each, torch.Tensor):
+            if id(each) in kept and isinstance(each, torch.Tensor) and not is_fake(each):
                 return Kept(each)
             name = f"{path}[{len(parts)}]" if inside else path
             parts[name] = each
-            return Computed(name, _NUMBERS.get(type(each), torch.Tensor))
+            if not isinstance(each, torch.Tensor):
+                return Computed(name, _NUMBERS[type(each)])
+            fault = _HISTORY if each.requires_grad else "" if of_model.isdisjoint(memories(each)) else _MEMORY
+            return Computed(name, torch.Tensor, facts_of(each), fault)
         if isinstance(each, torch.Size):
             return SizeOf(tuple(pattern(dim, (*inside, 0)) for dim in each))
         opened = _open(each)
@@ -90,6 +99,15 @@ def pattern_of(
         return pattern(value, ()), parts
     except _NoPatternError:
         return None
+
+
+def facts_of(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device, tuple[str, ...]]:
+    """Returns what a step has built in of a tensor that it reads, but for its strides: dtype, device and sizes."""
+    return tensor.dtype, tensor.device, tuple(map(str, tensor.shape))
+
+
+_HISTORY = "a tensor with its history, into which eager's next backward would go on: keep x.detach()"
+_MEMORY = "a tensor in the memory of a parameter or a buffer: keep x.detach().clone()"
 
 
 def misfit(value: Any, pattern: Any, path: str = "") -> tuple[str, Key, Key] | None:

@@ -6,25 +6,26 @@ import gc
 import inspect
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from types import CodeType, FrameType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import nn
 
 from graphpasses._torch.module_hooks import hooks
 from graphpasses.errors import CaptureError
 from graphpasses.identity import walk_modules
 from graphpasses.state.calls import calls_watched, stored_names
-from graphpasses.state.counted import Place, changing_numbers
-from graphpasses.state.keys import MISSING, Key, attributes_of, key_of
-from graphpasses.state.left_tensors import IN_CONTAINER, Left
+from graphpasses.state.counted import Found, Place, changing
+from graphpasses.state.keys import CONTAINERS, MISSING, Key, attributes_of, key_of
+from graphpasses.state.left_tensors import IN_CONTAINER, Left, read_before
 from graphpasses.state.origin import is_torchs, is_users, is_users_code, users_modules
 from graphpasses.state.outside import Outside, refuse_iterator
-from graphpasses.state.patterns import pattern_of
+from graphpasses.state.patterns import COMPUTED, pattern_of, walk
 from graphpasses.state.slots import Difference, Owner, Slot, can_write, read
 
 # What every module has of torch's own: parameters, hooks; not its mode, which forward may change.
@@ -48,11 +49,12 @@ class Reads:
         self._own: dict[int, frozenset[str]] = {}  # the attributes that it had
         self._found: Any = MISSING  # what was read last
         self._ignored: set[tuple[int, str]] = set()
-        self._counted: set[tuple[int, Any]] = set()
+        self._counted: dict[tuple[int, Any], Key] = {}
         self._classes: set[type] = {nn.Module}
         self._codes: dict[int, tuple[CodeType, bool]] = {}  # that ran, and whether they are the user's
         self._nested: set[int] = set()  # the ids of code in these
         self._is_looking = False  # what is read meanwhile the user does not read
+        self.must_stay = True  # whether what is outside must be as it was once it was watched
         self._stack = ExitStack()
         for path, module in walk_modules(model):
             self._watch_object(module, self._outside.owner(module, path, of_model=True))
@@ -76,9 +78,10 @@ class Reads:
         owner, _, name = fqn.rpartition(".")
         self._ignored.add((id(self._model.get_submodule(owner)), name))
 
-    def count(self, place: Place) -> None:
-        """Lets the step leave what stands in a place, be it another or not: the number is no constant of it."""
-        self._counted.add((id(place.owner.value), place.slot.name))
+    def count(self, places: Iterable[Place]) -> None:
+        """Notes what stands in places, which is no constant of the step."""
+        for owner, name in ((place.owner.value, place.slot.name) for place in places):
+            self._counted[id(owner), name] = key_of(read(owner, name))
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -92,19 +95,23 @@ class Reads:
             self._outside.refuse_draws()
             self._outside.finish()
             self._find_caches()
-            for owner in self.names:
-                if (found := owner.difference(strict=True)) is not None:
-                    raise CaptureError(_refusal(owner, found))
+            if self.must_stay and (refusal := self.refusal()):
+                raise CaptureError(refusal)
         finally:
             for owner in self._outside_modules():
                 owner.restore()
 
+    def refusal(self) -> str | None:
+        """Says what the code has changed that is outside, but for what the step leaves."""
+        found = ((owner, owner.difference(strict=True)) for owner in self.names)
+        return next((_refusal(owner, difference) for owner, difference in found if difference is not None), None)
+
     def _outside_modules(self) -> list[Owner]:
         return [*self.names, *(each for each in self.attributes if not isinstance(each.value, nn.Module))]
 
-    def left(self, known: Collection[int]) -> tuple[Left, dict[str, Any]]:
-        """Returns what the step leaves in what is no module of the model, and what it computed of that, by name;
-        ``known`` are ids of tensors that it did not compute.
+    def left(self, own: Collection[torch.Tensor]) -> tuple[Left, dict[str, Any]]:
+        """Returns what the step leaves in what is no module of the model, and in attributes that forward read before,
+        and what it computed of that, by name; ``own`` are the model's tensors.
         """
         left, computed, seen = Left(), dict[str, Any](), set[int]()
         self._outside.add_new_names()
@@ -113,18 +120,26 @@ class Reads:
         for owner, slot in every:
             value, in_model = read(owner.value, slot.name), id(owner.value) in self._outside.of_model
             is_module, is_same = in_model and isinstance(owner.value, nn.Module), value is slot.value
-            # What a module has else than containers is looked at elsewhere.
-            if value is MISSING or (is_module and (not is_same or key_of(value).is_plain)):
+            is_known = is_same or isinstance(value, (*COMPUTED, *CONTAINERS))
+            # What a module has else is looked at elsewhere.
+            if value is MISSING or (is_module and (key_of(value).is_plain or not is_known)):
                 continue
-            difference = slot.difference(value, strict=True)
-            if difference is None and slot.left is MISSING and (id(owner.value), slot.name) not in self._counted:
+            tensors = [each for each in walk(value).values() if isinstance(each, torch.Tensor)]
+            if is_module and not is_same and tensors and all(any(each is one for one in own) for each in tensors):
+                continue  # a new list of the model's weights
+            difference, counted = slot.difference(value, strict=True), self._counted.get((id(owner.value), slot.name))
+            if difference is None and slot.left is MISSING and counted is None:
                 continue
             path = slot.path if is_module else f"{slot.path} (outside)"
             while path in left.places:  # closures of one ``def`` have the same names
                 path += "'"
             refusal = "" if difference is None else _refusal(owner, difference)
-            refusal = IN_CONTAINER.format(path) if is_module else refusal
-            found = pattern_of(path, value, slot.copies, known)
+            if is_module:
+                refusal = IN_CONTAINER.format(path) if isinstance(slot.value, CONTAINERS) else read_before(path)
+            found = pattern_of(path, value, slot.copies, own)
+            if found is not None and (_is_of_class(owner.value, slot.name) or counted == key_of(value)):
+                left.also.append((slot, found[0]))
+                continue
             if found is not None and (is_same or can_write(owner.value, slot.name)):
                 containers = slot.changed_containers()
                 if is_same and containers <= seen:  # under another name
@@ -164,15 +179,16 @@ class Reads:
             open_(name, tensor)
         open_(getattr(self._loss_fn, "__name__", type(self._loss_fn).__name__), self._loss_fn)
 
-    def changing_numbers(self, slot: Slot, left: Left, later: Left) -> list[Place]:
+    def changing(self, slot: Slot, left: Left, later: Left) -> list[Found]:
         """Returns where a container in an attribute of a module has a number that the step changes at each call."""
         owner = next(each for each in self.attributes if slot in each.slots.values())
         pattern, then = (each.values.get(slot.path, MISSING) for each in (left, later))
-        return changing_numbers(slot.path, owner, slot, pattern, then, ())
+        return changing(slot.path, owner, slot, pattern, then)
 
     def look_again(self, places: Collection[Place]) -> None:
         """Takes what now stands in slots that had a traced number, of these places, for what the step found."""
         holders = {id(place.holder) for place in places}
+        holders |= {id(place.owner.value) for place in places}
         for owner in (*self.attributes, *self.names) if places else ():
             for slot in owner.slots.values():
                 if id(owner.value) in holders or any(id(container) in holders for container, _ in slot.copies):
@@ -329,6 +345,15 @@ class Reads:
             is_own = name == "forward" and not of_model
             return isinstance(static, FunctionType) and (is_own or is_users(static))
         return key_of(value).is_plain
+
+
+def _is_of_class(value: Any, name: Any) -> bool:
+    """Whether an object has what its class has under a name, which is no descriptor."""
+    state = {} if isinstance(value, type) else attributes_of(value) or {}
+    if not state or name in state:
+        return False
+    static = inspect.getattr_static(type(value), name, MISSING)
+    return static is not MISSING and not hasattr(type(static), "__get__")
 
 
 def _refusal(owner: Owner, found: Difference) -> str:

@@ -226,7 +226,7 @@ def test_a_tensor_that_forward_keeps() -> None:
     model = nn.Sequential(Caching(4, 4))
     message = refused(lambda: captured(model))
     assert message.startswith(
-        "forward reads the attribute '0.last' and keeps a tensor, or its .item(), in it, and a "
+        "the step reads at its next call what it keeps in '0.last[0]', a tensor with its history, into which eager's "
     )
     assert model[0].last is None
     assert model[0].num_calls == 0
