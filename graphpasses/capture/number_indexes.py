@@ -1,4 +1,4 @@
-"""Integers that running tells, by which the user's code indexes: ``x[scores.argmax()]``."""
+"""Integers that running tells, by which the user's code indexes: ``x[scores.argmax()]``, ``x[:lengths[0]]``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from torch.overrides import TorchFunctionMode
 
 # Of one element; that of a byte is a mask.
 _WHOLE = frozenset((torch.int8, torch.int16, torch.int32, torch.int64))
-_PLAIN = (int, slice, EllipsisType, torch.SymInt, type(None))
+_PLAIN = (int, EllipsisType, torch.SymInt, type(None))
 
 
 class IndexesTraced(TorchFunctionMode):
-    """Lets the block select by integers that a step computes, and by those of its batch.
+    """Lets the block select, and cut, by integers that a step computes, and by those of its batch.
 
     torch asks such an index for its value when a tensor is indexed by it, which is no decision: eager calls
-    ``aten.select``, and so does the block. ``is_fixed`` tells of a number whether it is the same at each step.
+    ``aten.select`` and ``aten.slice``, and so does the block. ``is_fixed`` tells of a number whether it is the same
+    at each step.
     """
 
     def __init__(self, is_fixed: Callable[[torch.SymInt], bool]) -> None:
@@ -50,7 +51,8 @@ class IndexesTraced(TorchFunctionMode):
                 if not isinstance(each, slice):
                     tensor = tensor.select(dim, self._number(each))
                 elif not _is_all(each, tensor.shape[dim]):
-                    tensor, dim = tensor[(*(slice(None),) * dim, each)], dim + 1
+                    part = slice(*map(self._number, _ends(each)))
+                    tensor, dim = tensor[(*(slice(None),) * dim, part)], dim + 1
                 else:
                     dim += 1
         return tensor
@@ -62,9 +64,14 @@ class IndexesTraced(TorchFunctionMode):
 
 def _has_numbers(index: tuple[Any, ...]) -> bool:
     """Whether an index has a number that torch would ask for, and no tensors of several."""
-    return all(type(each) in _PLAIN or _is_whole(each) for each in index) and any(
-        isinstance(each, torch.Tensor | torch.SymInt) for each in index
+    numbers = [end for each in index for end in (_ends(each) if isinstance(each, slice) else [each])]
+    return all(type(each) in _PLAIN or _is_whole(each) for each in numbers) and (
+        any(isinstance(each, torch.Tensor) for each in numbers) or any(type(each) is torch.SymInt for each in index)
     )
+
+
+def _ends(each: slice) -> tuple[Any, Any, Any]:
+    return each.start, each.stop, each.step
 
 
 def _is_whole(value: Any) -> bool:
@@ -73,6 +80,6 @@ def _is_whole(value: Any) -> bool:
 
 def _is_all(each: slice, size: int) -> bool:
     """Whether a slice is a whole dim, for which torch calls nothing."""
-    if any(type(number) not in (int, type(None)) for number in (each.start, each.stop, each.step, size)):
+    if any(type(number) not in (int, type(None)) for number in (*_ends(each), size)):
         return each.start is each.stop is each.step is None
     return each.indices(size) == (0, size, 1)

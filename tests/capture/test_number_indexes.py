@@ -1,4 +1,4 @@
-"""Indexing by one integer that the step computes, or that the batch brings: ``losses[losses.argmin()]``."""
+"""Indexing by integers that the step computes, or that the batch brings: ``losses[losses.argmin()]``."""
 
 from __future__ import annotations
 
@@ -54,6 +54,15 @@ def view_written(out: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     return out.square().sum()
 
 
+def crops(out: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """Some run over the end, or have nothing."""
+    best, first, masked = out.sum(0).argmax(), torch.randint(4, (1,)).item(), out * 1
+    masked[:, first : first + 3] = 0
+    masked[at:, best : best + 2].mul_(2)
+    rows = out[best - 3 :].square().sum() + out[:, best.item() :].sum() + out.narrow(1, best.item(), 1).exp().sum()
+    return masked.square().sum() + rows + out[at : at + 2, : best - 2].sum()
+
+
 def constants(out: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     return out[torch.tensor(2)].sum() + sum(out[k, k] for k in torch.arange(3)) * out[torch.tensor(True)].mean()
 
@@ -64,7 +73,7 @@ def drawn(out: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "loss",
-    [best_of_several, several_indexes, negative, number_of_item, written, view_written, constants, drawn],
+    [best_of_several, several_indexes, negative, number_of_item, written, view_written, crops, constants, drawn],
     ids=lambda loss: loss.__name__,
 )
 def test_what_is_indexed(loss: Loss) -> None:
