@@ -356,8 +356,11 @@ def size_at(path: Any) -> tuple[list[int], int] | None:
 
 
 def is_size(path: Any) -> bool:
-    """Whether what stands at a place, as :func:`bound_symbols` names it, is the size of a tensor."""
-    return any(isinstance(key, symbolic_shapes.CallMethodKey) and key.name == "size" for key in path)
+    """Whether what stands at a place, as :func:`bound_symbols` names it, is the size of a tensor, or its offset."""
+    return any(isinstance(key, symbolic_shapes.CallMethodKey) and key.name in _NO_LESS_THAN_ZERO for key in path)
+
+
+_NO_LESS_THAN_ZERO = ("size", "storage_offset")
 
 
 def value_at(value: Any, path: Any) -> bool | int | float:

@@ -26,6 +26,7 @@ from graphpasses.capture.checks import (
     spares_work,
     user_asks,
 )
+from graphpasses.capture.number_indexes import IndexesTraced
 from graphpasses.capture.slices import Slices
 from graphpasses.capture.traced_lines import line_of, user_line
 from graphpasses.errors import CaptureError
@@ -73,7 +74,8 @@ class Decisions:
         try:
             with traced_symbols.decided_by_values(self._value_of, self._decided, self._excluded) as traced:
                 self._traced = traced
-                yield
+                with IndexesTraced(self._is_fixed):
+                    yield
                 self.guards = self._make_guards(traced)
         except traced_symbols.UNDECIDED as error:
             where = self._refusal or f"{line_of(error)}, and that value cannot be computed before the step"
@@ -86,6 +88,13 @@ class Decisions:
                 f"loss_fn calls {error.func} at {line_of(error)}, which cannot be traced: the shape of its result "
                 "depends on values, or it has no fake kernel. Use another operator, or compute it outside"
             ) from error
+
+    def _is_fixed(self, number: torch.SymInt) -> bool:
+        """Whether a number is the same at each step, or that of a size, by which it is captured."""
+        self._slices.follow(self._traced.graph)
+        symbols = traced_symbols.expression(number).free_symbols
+        unknown = [each for each in symbols if not self._slices.is_size_of_input(each)]
+        return all(self._slices.refusal(each) is None for each in unknown) and not self._slices.can_vary(unknown)
 
     def _value_of(self, traced: Any, symbol: Symbol) -> Any:
         if symbol in self._values:

@@ -16,27 +16,28 @@ from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.operator_facts import read_tensors
 from graphpasses._torch.storage import memories
 from graphpasses.analysis.effects import written_inputs
-from graphpasses.capture.random_state import RandomCalls, find_random_fault
+from graphpasses.capture.random_state import find_random_fault
 from graphpasses.capture.refusals import OTHER_MEMORY, WRITE_IN_PLACE
 from graphpasses.capture.slices import is_literal
+from graphpasses.capture.trace import Trace
 from graphpasses.errors import CaptureError
 from graphpasses.graph import CapturedStep, OutputKind
 from graphpasses.graph.nodes import named_call, storages
 from graphpasses.identity import named_state
 from graphpasses.state.left_tensors import read_before, values_of
 
-StepRule = Callable[[CapturedStep, RandomCalls], str | None]
+StepRule = Callable[[CapturedStep, Trace], str | None]
 aten = torch.ops.aten
 
 
-def refuse_step(step: CapturedStep, calls: RandomCalls) -> None:
-    """Raises if a step breaks a rule; ``calls`` is what it did with random numbers while it was traced."""
+def refuse_step(step: CapturedStep, trace: Trace) -> None:
+    """Raises if a step that was read from a trace breaks a rule."""
     for rule in RULES:
-        if (reason := rule(step, calls)) is not None:
+        if (reason := rule(step, trace)) is not None:
             raise CaptureError(reason)
 
 
-def _recurrent_kernel(step: CapturedStep, _: RandomCalls) -> str | None:
+def _recurrent_kernel(step: CapturedStep, _: Trace) -> str | None:
     if not step.graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer_backward.default):
         return None
     return (
@@ -45,7 +46,7 @@ def _recurrent_kernel(step: CapturedStep, _: RandomCalls) -> str | None:
     )
 
 
-def _collectives_in_place(step: CapturedStep, _: RandomCalls) -> str | None:
+def _collectives_in_place(step: CapturedStep, _: Trace) -> str | None:
     for node in step.graph.nodes:
         if getattr(node.target, "namespace", "") == "c10d":
             return (
@@ -57,7 +58,7 @@ def _collectives_in_place(step: CapturedStep, _: RandomCalls) -> str | None:
     return None
 
 
-def _branches(step: CapturedStep, _: RandomCalls) -> str | None:
+def _branches(step: CapturedStep, _: Trace) -> str | None:
     """Refuses a graph in the graph that reads a tensor of the step by a variable: autograd did not see that."""
     for name, module in step.module.named_modules():
         for node in module.graph.find_nodes(op="get_attr") if isinstance(module, fx.GraphModule) and name else ():
@@ -70,14 +71,14 @@ def _branches(step: CapturedStep, _: RandomCalls) -> str | None:
     return None
 
 
-def _other_memory(step: CapturedStep, _: RandomCalls) -> str | None:
+def _other_memory(step: CapturedStep, _: Trace) -> str | None:
     for node in step.graph.nodes:
         if getattr(node.target, "overloadpacket", None) is aten.set_:
             return f"a tensor {OTHER_MEMORY}, with {named_call(node)}{WRITE_IN_PLACE}"
     return None
 
 
-def _shared_memory(step: CapturedStep, _: RandomCalls) -> str | None:
+def _shared_memory(step: CapturedStep, _: Trace) -> str | None:
     """Refuses what is assigned to a tensor's ``data`` and is also another tensor's memory: of the next call, too."""
     known = storages(*(node for node in step.graph.nodes if node.op in ("placeholder", "get_attr")))
     # Those that replace a tensor come first: of what is assigned twice the second is found.
@@ -89,7 +90,7 @@ def _shared_memory(step: CapturedStep, _: RandomCalls) -> str | None:
     return None
 
 
-def _sparse_gradients(step: CapturedStep, _: RandomCalls) -> str | None:
+def _sparse_gradients(step: CapturedStep, _: Trace) -> str | None:
     values = step.output_values
     for fqn, slots in step.gradient_slots().items():
         layouts = (values[slot].meta["val"].layout for slot in slots if values[slot] is not None)
@@ -99,6 +100,10 @@ def _sparse_gradients(step: CapturedStep, _: RandomCalls) -> str | None:
                 "sparse=False"
             )
     return None
+
+
+def _random_fault(step: CapturedStep, trace: Trace) -> str | None:
+    return find_random_fault(step, trace.random_calls)
 
 
 def find_written_groups(step: CapturedStep, memory: Mapping[str, tuple[int, set[Any]]]) -> dict[int, str]:
@@ -114,7 +119,7 @@ def find_written_groups(step: CapturedStep, memory: Mapping[str, tuple[int, set[
     return written
 
 
-def _outside_tensors(step: CapturedStep, _: RandomCalls) -> str | None:
+def _outside_tensors(step: CapturedStep, trace: Trace) -> str | None:
     """Refuses tensors from outside whose gradients the step would not compute."""
     outside = outside_tensors(step)
     own = {each: fqn for fqn, tensor in named_state(step.model) for each in memories([*read_tensors(tensor)])}
@@ -129,8 +134,13 @@ def _outside_tensors(step: CapturedStep, _: RandomCalls) -> str | None:
     for fqn, value in values_of(step.model).items():
         if fqn in left and isinstance(value, torch.Tensor) and not read.isdisjoint(memories(value)):
             return read_before(fqn)
+    trained = {id(leaf) for leaf in trace.trained_outside}
+    for value in (each for each in outside if each.is_leaf and is_fake(each.grad)):  # by a backward in backward
+        trained.add(id(value))
+        value.grad = None
     for value in outside:
-        if value.requires_grad:
+        # A leaf that is read under no_grad alone, as a target network's, gets none in eager either.
+        if id(value) in trained or (value.requires_grad and not value.is_leaf):
             return (
                 f"loss_fn reads a trainable tensor of {_layout(value)}, that is no part of the model; a captured "
                 "step would not compute its gradient. Name its model (capture_train_step(..., others=(other,))), or "
@@ -169,6 +179,6 @@ RULES: tuple[StepRule, ...] = (
     _other_memory,
     _shared_memory,
     _sparse_gradients,
-    find_random_fault,
+    _random_fault,
     _outside_tensors,
 )

@@ -72,6 +72,7 @@ class Trace:
     memory: Mapping[str, tuple[int, set[Any]]]  # of parameters that FSDP2 gathers, and their groups, by FQN
     left_values: Left  # Python values in attributes, and what is left elsewhere
     returned: Returned  # what ``loss_fn`` returns; its tensors come behind those that it leaves
+    trained_outside: Sequence[torch.Tensor]  # what backward gives gradients and the model does not have
     hook_order: tuple[str, ...]  # FQNs of what backward gives gradients, in order, if hooks wait behind that
 
 
@@ -192,10 +193,11 @@ def trace_step(
             replacing = left_tensors.trained()
             returned, others = Returned.of(result)
             parameters = list(dict.fromkeys(named.values()))
+            found["trained_outside"] = _outside_leaves(loss, parameters)
             # In this thread alone calls are seen.
             with torch.autograd.set_multithreading_enabled(False), reads.running(), record:
                 if fsdp_groups(model):  # FSDP2 looks for gradients where backward leaves them
-                    with _gradients_put_back(loss, parameters):
+                    with _gradients_put_back(found["trained_outside"]):
                         loss.backward()
                     if read := [fqn for fqn, parameter in filled().items() if parameter in reductions.reduced]:
                         raise CaptureError(_READ_SHARD.format(read[0]))
@@ -271,14 +273,18 @@ def _note(order: list[int], number: int, gradient: torch.Tensor) -> None:
     order.append(number)
 
 
-@contextmanager
-def _gradients_put_back(loss: torch.Tensor, parameters: Collection[torch.Tensor]) -> Iterator[None]:
-    """Puts back the gradients of a loss's leaves that are none of the parameters: tensors from outside."""
+def _outside_leaves(loss: torch.Tensor, parameters: Collection[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the leaves of a loss that are none of the parameters: tensors from outside."""
     known = {id(each) for each in parameters}
     found = (getattr(each, "variable", None) for each in functions_behind([loss.grad_fn]))
     leaves = {id(leaf): leaf for leaf in found if leaf is not None and id(leaf) not in known and not is_fake(leaf)}
-    before = [(leaf, leaf.grad) for leaf in leaves.values()]
-    for leaf in leaves.values():
+    return [*leaves.values()]
+
+
+@contextmanager
+def _gradients_put_back(leaves: Collection[torch.Tensor]) -> Iterator[None]:
+    before = [(leaf, leaf.grad) for leaf in leaves]
+    for leaf in leaves:
         leaf.grad = None  # else backward adds to it
     try:
         yield

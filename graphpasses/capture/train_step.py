@@ -223,7 +223,7 @@ def _capture(
         if not copies and step.written & one_shard_parameters(model):
             return again(copies=True)
         # Refuse
-        refuse_step(step, trace.random_calls)
+        refuse_step(step, trace)
         step.written_groups = find_written_groups(step, trace.memory)
         check_written_groups(step.written_groups, step.left_unsharded)
         if outside := outside_tensors(step):

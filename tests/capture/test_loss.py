@@ -259,3 +259,49 @@ def test_an_operator_that_computes_by_numpy() -> None:
     step = capture_train_step(loss_fn, model, X)
     for x in (X, -X):
         assert torch.equal(step(x), loss_fn(model, x))
+
+
+def test_a_target_network_that_is_read_without_gradients() -> None:
+    """As those of DQN and its kin: trainable, no part of the model, and copied from it now and then."""
+    model, target = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            best = target(x).amax(1)
+        return (model(x).amax(1) - best).square().mean()
+
+    step = capture_train_step(loss_fn, model, X, recapture=False)
+    target.load_state_dict(model.state_dict())
+    model.weight.data += 1
+    loss = step(X)
+    got = gradient(model.weight).clone()
+    model.zero_grad()
+    loss_fn(model, X).backward()
+    assert same_bits(loss, loss_fn(model, X).detach())
+    assert same_bits(got, gradient(model.weight))
+    assert target.weight.grad is None
+
+
+class Recomputed(torch.autograd.Function):
+    """Calls a network, and runs backward of it in its own backward, which fills the network's gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, net: nn.Module) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.net = net
+        return net(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.net(x)
+        torch.autograd.backward(y, gradient)
+        return x.grad, None
+
+
+def test_a_network_from_outside_whose_gradients_a_backward_fills() -> None:
+    model, net = nn.Linear(4, 4), nn.Linear(4, 4)
+    with pytest.raises(CaptureError, match=r"trainable tensor of shape \[4, 4\]"):
+        capture_train_step(lambda model, x: Recomputed.apply(model(x), net).sum(), model, X)
+    assert net.weight.grad is None

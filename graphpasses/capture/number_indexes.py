@@ -1,0 +1,85 @@
+"""Integers that running tells, by which the user's code indexes: ``x[scores.argmax()]``, ``x[:lengths[0]]``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import EllipsisType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+# Of one element; that of a byte is a mask.
+_WHOLE = frozenset((torch.int8, torch.int16, torch.int32, torch.int64))
+_PLAIN = (int, EllipsisType, torch.SymInt, type(None))
+
+
+class IndexesTraced(TorchFunctionMode):
+    """Lets the block select, and cut, by integers that a step computes, and by those of its batch.
+
+    torch asks such an index for its value when a tensor is indexed by it, which is no decision: eager calls
+    ``aten.select`` and ``aten.slice``, and so does the block. ``is_fixed`` tells of a number whether it is the same
+    at each step.
+    """
+
+    def __init__(self, is_fixed: Callable[[torch.SymInt], bool]) -> None:
+        super().__init__()
+        self._is_fixed = is_fixed
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function of torch, or selects what it would."""
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            given = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if _has_numbers(given):
+                view = self._selected(args[0], given)
+                if func is torch.Tensor.__getitem__:
+                    return view
+                view[...] = args[2]
+                return None
+        return func(*args, **(kwargs or {}))
+
+    def _selected(self, tensor: torch.Tensor, index: tuple[Any, ...]) -> torch.Tensor:
+        """Applies an index one by one, by the operators that torch calls."""
+        num_left, dim = sum(each is not None and each is not ... for each in index), 0
+        for each in index:
+            if each is ...:
+                dim = tensor.dim() - num_left
+            elif each is None:
+                tensor, dim = tensor.unsqueeze(dim), dim + 1
+            else:
+                num_left -= 1
+                if not isinstance(each, slice):
+                    tensor = tensor.select(dim, self._number(each))
+                elif not _is_all(each, tensor.shape[dim]):
+                    part = slice(*map(self._number, _ends(each)))
+                    tensor, dim = tensor[(*(slice(None),) * dim, part)], dim + 1
+                else:
+                    dim += 1
+        return tensor
+
+    def _number(self, value: Any) -> Any:
+        number = value.item() if isinstance(value, torch.Tensor) else value
+        return int(number) if isinstance(number, torch.SymInt) and self._is_fixed(number) else number
+
+
+def _has_numbers(index: tuple[Any, ...]) -> bool:
+    """Whether an index has a number that torch would ask for, and no tensors of several."""
+    numbers = [end for each in index for end in (_ends(each) if isinstance(each, slice) else [each])]
+    return all(type(each) in _PLAIN or _is_whole(each) for each in numbers) and (
+        any(isinstance(each, torch.Tensor) for each in numbers) or any(type(each) is torch.SymInt for each in index)
+    )
+
+
+def _ends(each: slice) -> tuple[Any, Any, Any]:
+    return each.start, each.stop, each.step
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype in _WHOLE
+
+
+def _is_all(each: slice, size: int) -> bool:
+    """Whether a slice is a whole dim, for which torch calls nothing."""
+    if any(type(number) not in (int, type(None)) for number in (*_ends(each), size)):
+        return each.start is each.stop is each.step is None
+    return each.indices(size) == (0, size, 1)
