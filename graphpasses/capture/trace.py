@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.fx.traceback import annotate
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook
 
 from graphpasses._torch.dynamo import compiled_calls_raise
 from graphpasses._torch.fake_mode import is_fake, strides_of_kernels
@@ -22,7 +21,7 @@ from graphpasses._torch.in_place_collectives import collectives_with_waits
 from graphpasses._torch.module_answers import answers_as_in_eager, mark_parameters
 from graphpasses._torch.module_hooks import accumulation_hooks, give_gradient_hooks
 from graphpasses._torch.operator_calls import OperatorCalls
-from graphpasses._torch.recorded_operator import MODULE_FQN, Operator
+from graphpasses._torch.recorded_operator import Operator
 from graphpasses._torch.schemas import is_tensor_subclass
 from graphpasses._torch.step_tracer import TRACING, TracedFunction, held_traced, trace_with_torch
 from graphpasses._torch.strides_of_eager import Strides, strides_known
@@ -33,6 +32,7 @@ from graphpasses.capture.guards import Decisions
 from graphpasses.capture.oracle import record_calls
 from graphpasses.capture.random_state import RandomCalls, random_state_traced
 from graphpasses.capture.settled import trace_until_settled
+from graphpasses.capture.traced_lines import module_names_traced
 from graphpasses.errors import CaptureError
 from graphpasses.graph.accumulation import Marks
 from graphpasses.graph.batch import Varying
@@ -160,7 +160,7 @@ def trace_step(
                 _autocast_cached(model, keeps_casts=keeps_casts),
                 other_models_refused(model),
                 compiled_calls_raise(),
-                _module_names_traced(model),
+                module_names_traced(model),
                 refusals.failures_placed(),
                 reads.running(),
                 record,
@@ -336,29 +336,6 @@ def _check_loss(loss: Any, result: Any, trainable: list[str]) -> None:
             "the loss does not depend on any trainable parameter (under no_grad, detached, or by torch.cond?)"
             f"; trainable: {', '.join(trainable[:3])}{', …' if len(trainable) > 3 else ''}"
         )
-
-
-@contextmanager
-def _module_names_traced(model: nn.Module) -> Iterator[None]:
-    """Notes on each node that the block traces which module of a model computes it."""
-    names = {module: fqn for fqn, module in reversed([*model.named_modules()])}
-    entered: list[tuple[nn.Module, AbstractContextManager[None]]] = []
-
-    def enter(module: nn.Module, _: object) -> None:
-        if module in names:
-            entered.append((module, annotate({MODULE_FQN: names[module]})))
-            entered[-1][1].__enter__()
-
-    def leave(module: nn.Module, *_: object) -> None:
-        if entered and entered[-1][0] is module:  # not where another hook raised before it was entered
-            entered.pop()[1].__exit__(None, None, None)
-
-    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager

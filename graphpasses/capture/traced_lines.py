@@ -1,4 +1,4 @@
-"""Which line of the code that is traced runs, or raised: torch, sympy and graphpasses, which trace, are left out."""
+"""Which line of the code that is traced runs, or raised, and which module: what traces is left out."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ import functools
 import inspect
 import traceback
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 
 import sympy  # type: ignore[import-untyped]
 import torch
+from torch import nn
+from torch.fx.traceback import annotate
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 import graphpasses
 from graphpasses._torch.operator_facts import autograd_node
+from graphpasses._torch.recorded_operator import MODULE_FQN
 
 _TRACING = (
     *(f"{Path(module.__file__ or '').parent}/" for module in (torch, sympy, graphpasses)),
@@ -51,3 +56,26 @@ def line_of(error: BaseException) -> str:
     lines = traceback.extract_tb(error.__traceback__)
     own = [line for line in lines if not line.filename.startswith(_TRACING)]
     return "{0.filename}:{0.lineno} in {0.name}".format(own[-1]) if own else "an unknown line"
+
+
+@contextmanager
+def module_names_traced(model: nn.Module) -> Iterator[None]:
+    """Notes on each node that the block traces which module of a model computes it."""
+    names = {module: fqn for fqn, module in reversed([*model.named_modules()])}
+    entered: list[tuple[nn.Module, AbstractContextManager[None]]] = []
+
+    def enter(module: nn.Module, _: object) -> None:
+        if module in names:
+            entered.append((module, annotate({MODULE_FQN: names[module]})))
+            entered[-1][1].__enter__()
+
+    def leave(module: nn.Module, *_: object) -> None:
+        if entered and entered[-1][0] is module:  # not where another hook raised before it was entered
+            entered.pop()[1].__exit__(None, None, None)
+
+    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
