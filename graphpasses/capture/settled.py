@@ -10,7 +10,7 @@ from torch import fx, nn
 from graphpasses._torch.step_tracer import TracedFunction
 from graphpasses.errors import CaptureError
 from graphpasses.identity import same_bits
-from graphpasses.state.counted import CountedError, Place, followed, is_countable
+from graphpasses.state.counted import CountedError, Place, followed, is_countable, is_nothing, is_number
 from graphpasses.state.keys import Key
 from graphpasses.state.left_tensors import Left
 from graphpasses.state.patterns import OldValueError
@@ -49,18 +49,17 @@ def trace_until_settled(
             read = [each for each in found if each.is_read(names)]
             why = next((each.refusal for each in read if each.refusal), None)
             is_first = recaptures and bool(read) and not (why or outside)
-            reads.must_stay = not is_first  # a part of a call may have changed it
             if failed is not None and not is_first:
                 raise CaptureError(why or left[0].refusal_of(names) or str(failed)) from failed
-            if not is_first:
-                _refuse_changes(model, reads, left, changed, names, is_same=is_same)
+            is_first = is_first or _begins(model, reads, left, changed, names, is_same=is_same, may_begin=recaptures)
+            reads.must_stay = not is_first  # a part of a call may have changed it
     if is_first:
         left[0].unmark()
         del left[1:]
     return traced
 
 
-def _refuse_changes(
+def _begins(
     model: nn.Module,
     reads: Reads,
     left: Sequence[Left],
@@ -68,10 +67,13 @@ def _refuse_changes(
     names_read: set[str],
     *,
     is_same: bool,
-) -> None:
+    may_begin: bool,
+) -> bool:
     """Raises where the second trace leaves something else than the first, which reads what the first computed by
-    names, or where it is not the same after the first has ``changed`` attributes.
+    names, or where it is not the same after the first has ``changed`` attributes. Returns whether a number that was
+    not there is another at each call, if it ``may_begin``.
     """
+    begins = False
     different = left[0].refusal_of(names_read) or left[0].difference(left[1], is_same=is_same)
     changed_again = reads.changed()
     numbers: list[str | Place] = []
@@ -80,10 +82,12 @@ def _refuse_changes(
         last = first.before if second is None else second.now
         texts = [*map(str, (first.before, first.now, last))]
         if second is None or second.now != first.now:
-            is_fqn = is_countable(model, slot.path)
+            is_fqn = is_number(slot.value) and is_countable(model, slot.path)
             found = [slot.path] if is_fqn else [*followed(reads.changing(slot, *left), ())]
             numbers += found
-            if found:
+            is_begun = may_begin and is_nothing(slot.value) and first.now.kind in (int, float)
+            begins = begins or is_begun
+            if found or is_begun:
                 continue
             raise CaptureError(
                 f"forward reads attribute {slot.path!r} and changes it at each call ({', '.join(texts)}), and "
@@ -97,8 +101,9 @@ def _refuse_changes(
         slot.others = (*slot.others, key)
     if numbers:
         raise CountedError(*numbers)
-    if different is not None:
+    if different is not None and not begins:
         raise CaptureError(different)
+    return begins
 
 
 def _same_graphs(graph: fx.GraphModule, other: fx.GraphModule) -> bool:

@@ -132,7 +132,8 @@ def _outside_tensors(step: CapturedStep, trace: Trace) -> str | None:
     left = {item.fqn for item in step.outputs if item.kind is OutputKind.LEFT}
     read = {each for value in outside for each in memories(value)}
     for fqn, value in values_of(step.model).items():
-        if fqn in left and isinstance(value, torch.Tensor) and not read.isdisjoint(memories(value)):
+        is_past = fqn in left - step.left_values.places.keys()  # else `Reads` has seen it
+        if is_past and isinstance(value, torch.Tensor) and not read.isdisjoint(memories(value)):
             return read_before(fqn)
     trained = {id(leaf) for leaf in trace.trained_outside}
     for value in (each for each in outside if each.is_leaf and is_fake(each.grad)):  # by a backward in backward

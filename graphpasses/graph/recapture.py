@@ -183,10 +183,9 @@ class GuardedCache:
                 return self._captured(batch, counted)
             except FailedElsewhereError:  # another rank has fewer then
                 pass
-            except BuiltInError as error:
-                self._built_in.add(error.path)
-            except CaptureError:
-                self._built_in |= {*counted.paths}
+            except CaptureError as error:
+                path = error.path if isinstance(error, BuiltInError) else ""
+                self._built_in |= {path} if path in counted.paths else {*counted.paths}
 
     def _captured(self, batch: tuple[Any, ...], counted: Any) -> Step:
         first = self._last

@@ -157,6 +157,21 @@ class OfItsClass(nn.Linear):
         return out
 
 
+def counts() -> Program:
+    """A number of a module that is not there at the first call."""
+    model = linear()
+    model.calls = None
+
+    def loss_fn(model: Any, x: Tensor) -> Tensor:
+        model.calls = (model.calls or 0) + 1
+        model.level = getattr(model, "level", 0.5) * 0.75
+        return mean(model, x) * model.calls * model.level
+
+    return Program(
+        model, loss_fn, lambda: [model.calls, getattr(model, "level", None)], lambda: setattr(model, "calls", 7)
+    )
+
+
 def of_a_class() -> Program:
     torch.manual_seed(0)
     OfItsClass.state = torch.zeros(3, 4)
@@ -188,6 +203,7 @@ PROGRAMS: tuple[Callable[[], Program], ...] = (
     in_a_new_list,
     averages,
     metrics,
+    counts,
     of_a_class,
     decides,
 )
