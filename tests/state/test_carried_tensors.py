@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from graphpasses import BucketPlan, capture_train_step, default_pipeline
-from graphpasses.errors import CaptureError
 from graphpasses.identity import same_bits
 from graphpasses.simulate import Topology, run_cluster
 
@@ -310,74 +309,6 @@ def test_another_kind_is_captured_again() -> None:
         for model in (program.model, eager.model):
             model.hidden = tuple(each[:size] for each in model.hidden)
         assert same_bits(step(x), mean(eager.model, x).detach())
-
-
-def kept(model: Any, x: Tensor, keep: Callable[[Any, Tensor], Tensor]) -> Tensor:
-    out = model(x)
-    loss = (out + model.state.sum()).square().mean()
-    model.state = keep(model, out)
-    return loss
-
-
-REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
-    "history": (lambda model, out: out, "a tensor with its history, into which eager's next backward would go on"),
-    "memory": (lambda model, out: model.weight.detach()[:3], "a tensor in the memory of a parameter or a buffer"),
-    "growing": (
-        lambda model, out: torch.cat([model.state, out.detach()]),
-        r"of shape \[6, 4\], and found \[3, 4\] there: it is another at each call",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str) -> None:
-    keep, message = REFUSED[name]
-    model = linear()
-    model.state = state = torch.zeros(3, 4)
-    with pytest.raises(CaptureError, match=f"the step reads at its next call what it keeps in 'state', {message}"):
-        capture_train_step(lambda model, x: kept(model, x, keep), model, batches()[0])
-    assert model.state is state
-
-
-def test_what_grows_is_refused() -> None:
-    history: list[Tensor] = []
-
-    def loss_fn(model: Any, x: Tensor) -> Tensor:
-        history.append(loss := mean(model, x))
-        return loss + sum(each.detach() for each in history)
-
-    with pytest.raises(CaptureError, match=r"^'history' was \[\], and is a list of 1 now"):
-        capture_train_step(loss_fn, linear(), batches()[0])
-    assert history == []
-
-
-def test_without_recapture_the_first_step_is_refused() -> None:
-    program = from_none()
-    with pytest.raises(CaptureError, match=r"^forward reads the attribute 'hidden' and keeps a tensor"):
-        capture_train_step(program.loss_fn, program.model, batches()[0], recapture=False)
-    program.loss_fn(program.model, batches()[0])
-    step = capture_train_step(program.loss_fn, program.model, batches()[0], recapture=False)
-    step(batches()[0])
-    program.model.hidden = None
-    with pytest.raises(CaptureError, match=r"^'hidden' was a tuple of 2 when the step was captured, and is None now"):
-        step(batches()[0])
-
-
-def test_shared_memory_that_is_written() -> None:
-    """A batch that the model keeps, and writes in place at the next call."""
-    model = linear()
-    model.before = torch.zeros(3, 4)
-
-    def loss_fn(model: Any, x: Tensor) -> Tensor:
-        loss = mean(model, x + model.before)
-        model.before.mul_(2)
-        model.before = x
-        return loss
-
-    step = capture_train_step(loss_fn, model, batches()[0])
-    step(x := batches()[0])
-    with pytest.raises(Exception, match=r"^the step writes 'before' in place, which shares memory with batch\[0\]"):
-        step(x)
 
 
 def sharded() -> list[Any]:
