@@ -52,6 +52,7 @@ from graphpasses.state.left_tensors import (
     tensors_kept,
 )
 from graphpasses.state.model import is_trained, structure_check, trained_state
+from graphpasses.state.patterns import Known
 from graphpasses.state.reads import Reads
 
 
@@ -214,7 +215,7 @@ def trace_step(
                 raise CaptureError(_TRAINS_ANOTHER.format(fqn))
         marks, marked = Marks.of(named, reductions)
         left, values = left_tensors.find(reads.has_read)
-        elsewhere, put = reads.left([tensor for _, tensor in named_state(model)])
+        elsewhere, put = reads.left(Known(tensor for _, tensor in named_state(model)))
         left |= put
         elsewhere.values.update(values)
         all_left.append(elsewhere)

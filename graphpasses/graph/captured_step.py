@@ -53,7 +53,7 @@ class CapturedStep(TrainGraph):
         left_unsharded: indexes of the FSDP2 groups that eager leaves unsharded, as a teacher's root, and so a call.
         left_values: what forward leaves beside tensors in attributes of modules, and so does a call.
         written_groups: by index, FSDP2 groups of which the step writes a parameter, and its FQN.
-        counted: numbers in attributes that forward changes at each call: inputs of the graph, behind the batch.
+        counted: numbers and tensors that the step leaves and the next reads: inputs of the graph, behind the batch.
         returned: what a call returns beside the loss.
         hook_order: FQNs of what has gradients, in the order in which eager's backward fills them, if hooks wait for
             that (``register_post_accumulate_grad_hook``), which a call calls so; else ().

@@ -23,7 +23,7 @@ from graphpasses.identity import attributes_restored, find_state, put_back
 from graphpasses.state.counted import CountedError, Found, changing, is_number
 from graphpasses.state.keys import CONTAINERS, MISSING, key_of
 from graphpasses.state.model import is_trained
-from graphpasses.state.patterns import COMPUTED, filled, misfit, pattern_of, stand_ins, walk, was_read
+from graphpasses.state.patterns import COMPUTED, Known, filled, misfit, pattern_of, stand_ins, walk, was_read
 from graphpasses.state.slots import Owner, Slot, read, write
 
 
@@ -250,8 +250,8 @@ class LeftTensors:
         left, values = dict[str, Any](), dict[str, Any]()
         for fqn in {fqn for fqn in self._before if find_state(self._model, fqn) is None} - now.keys():
             raise CaptureError(f"forward deletes attribute {fqn!r}, and a captured step would not{FIRST_CALL}")
-        own = [each for fqn, each in now.items() if isinstance(each, torch.Tensor) and fqn not in changed]
-        own += nn.Module.parameters(self._model)
+        unchanged = (each for fqn, each in now.items() if isinstance(each, torch.Tensor) and fqn not in changed)
+        own = Known([*unchanged, *nn.Module.parameters(self._model)])
         for fqn, value in changed.items():
             owner, _, name = fqn.rpartition(".")
             module, before, key = self._model.get_submodule(owner), self._before.get(fqn, MISSING), key_of(value)
@@ -273,7 +273,7 @@ class LeftTensors:
                 left[fqn] = value
             elif key.is_plain or isinstance(value, CONTAINERS):
                 tensors = {id(each) for each in walk(value).values() if isinstance(each, torch.Tensor)}
-                if not is_same and tensors and tensors <= {*map(id, own)}:
+                if not is_same and tensors and tensors <= own.ids:
                     continue  # a new list of the model's weights
                 found = pattern_of(fqn, value, [(value, [])] if is_same else (), own)
                 if found is None or (is_same and not key.is_plain):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -60,23 +61,36 @@ class _NoPatternError(Exception):
     """A value holds what no step leaves."""
 
 
+class Known:
+    """Tensors that a step did not compute: the model's."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
+        self._tensors = [*tensors]  # kept, so that no others have their ids
+        self.ids = {*map(id, self._tensors)}
+
+    @cached_property
+    def memory(self) -> set[Any]:
+        """Where they lie."""
+        return memories(self._tensors)
+
+
 def pattern_of(
-    path: str, value: Any, copies: Iterable[tuple[Any, Any]] = (), own: Collection[torch.Tensor] = ()
+    path: str, value: Any, copies: Iterable[tuple[Any, Any]] = (), known: Known | None = None
 ) -> tuple[Any, dict[str, Any]] | None:
     """Returns the pattern of what stands somewhere after a step, and what the step computed of it, by name.
 
     None if it holds something else than that, Python values, and tensors that were there before. ``copies`` are the
-    containers that were there, with copies, and ``own`` tensors of the model.
+    containers that were there, with copies, and ``known`` tensors of the model.
     """
     old = {id(container) for container, _ in copies}
     kept = {id(each) for _, items in copies for each in (items.values() if isinstance(items, dict) else items)}
-    known, of_model, parts = {*map(id, own)}, memories([*own]), dict[str, Any]()
+    known, parts = known or Known(), dict[str, Any]()
 
     def pattern(each: Any, inside: tuple[int, ...]) -> Any:
         if isinstance(each, COMPUTED):
             if isinstance(each, _OLD):
                 _raise(each)  # what stands elsewhere now was read
-            if id(each) in known or isinstance(each, nn.Parameter):
+            if id(each) in known.ids or isinstance(each, nn.Parameter):
                 raise _NoPatternError
             if id(each) in kept and isinstance(each, torch.Tensor) and not is_fake(each):
                 return Kept(each)
@@ -84,7 +98,7 @@ def pattern_of(
             parts[name] = each
             if not isinstance(each, torch.Tensor):
                 return Computed(name, _NUMBERS[type(each)])
-            fault = _HISTORY if each.requires_grad else "" if of_model.isdisjoint(memories(each)) else _MEMORY
+            fault = _HISTORY if each.requires_grad else "" if known.memory.isdisjoint(memories(each)) else _MEMORY
             return Computed(name, torch.Tensor, facts_of(each), fault)
         if isinstance(each, torch.Size):
             return SizeOf(tuple(pattern(dim, (*inside, 0)) for dim in each))

@@ -25,7 +25,7 @@ from graphpasses.state.keys import CONTAINERS, MISSING, Key, attributes_of, key_
 from graphpasses.state.left_tensors import IN_CONTAINER, Left, read_before
 from graphpasses.state.origin import is_torchs, is_users, is_users_code, users_modules
 from graphpasses.state.outside import Outside, refuse_iterator
-from graphpasses.state.patterns import COMPUTED, pattern_of, walk
+from graphpasses.state.patterns import COMPUTED, Known, pattern_of, walk
 from graphpasses.state.slots import Difference, Owner, Slot, can_write, read
 
 # What every module has of torch's own: parameters, hooks; not its mode, which forward may change.
@@ -109,7 +109,7 @@ class Reads:
     def _outside_modules(self) -> list[Owner]:
         return [*self.names, *(each for each in self.attributes if not isinstance(each.value, nn.Module))]
 
-    def left(self, own: Collection[torch.Tensor]) -> tuple[Left, dict[str, Any]]:
+    def left(self, own: Known) -> tuple[Left, dict[str, Any]]:
         """Returns what the step leaves in what is no module of the model, and in attributes that forward read before,
         and what it computed of that, by name; ``own`` are the model's tensors.
         """
@@ -124,8 +124,8 @@ class Reads:
             # What a module has else is looked at elsewhere.
             if value is MISSING or (is_module and (key_of(value).is_plain or not is_known)):
                 continue
-            tensors = [each for each in walk(value).values() if isinstance(each, torch.Tensor)]
-            if is_module and not is_same and tensors and all(any(each is one for one in own) for each in tensors):
+            tensors = {id(each) for each in walk(value).values() if isinstance(each, torch.Tensor)}
+            if is_module and not is_same and tensors and tensors <= own.ids:
                 continue  # a new list of the model's weights
             difference, counted = slot.difference(value, strict=True), self._counted.get((id(owner.value), slot.name))
             if difference is None and slot.left is MISSING and counted is None:

@@ -19,7 +19,7 @@ from graphpasses.fsdp import BucketPlan
 from graphpasses.identity import containers_with_copies, same_bits
 from graphpasses.parity import weight_hash
 from graphpasses.simulate import Topology, run_cluster
-from graphpasses.state.patterns import filled, misfit, pattern_of, walk
+from graphpasses.state.patterns import Known, filled, misfit, pattern_of, walk
 
 X = torch.arange(24.0).view(6, 4) / 24
 
@@ -242,7 +242,7 @@ def test_patterns() -> None:
     assert misfit({"mask": mask, "n": 1}, pattern)
     assert filled(pattern, kept, {"kept[0]": one}) is kept
     assert kept == {"mask": mask, "n": 1, "a": one}
-    assert pattern_of("kept", kept, copies, own=[one]) is None
+    assert pattern_of("kept", kept, copies, known=Known([one])) is None
     kept["self"] = kept
     assert pattern_of("kept", kept, copies) is None
 
