@@ -33,7 +33,7 @@ from graphpasses.errors import CaptureError
 from graphpasses.graph import GraphInput, InputKind
 from graphpasses.graph.batch import Varying
 from graphpasses.graph.guards import NO_DECISION, Decision, Guards, Symbol, run_nodes
-from graphpasses.state.counted import BuiltInError
+from graphpasses.state.carried import BuiltInError
 
 aten = torch.ops.aten
 
@@ -43,14 +43,14 @@ class Decisions:
 
     A value may decide that follows from the batch, from buffers and from constants: it can be computed before each
     step. One that follows from parameters, random numbers or other ranks is refused. ``leaves`` are the batch's, each
-    with its path; ``varying`` are its dims that vary, ``counted`` those of the paths whose numbers forward changes.
+    with its path; ``varying`` are its dims that vary, ``carried`` those of the paths whose numbers forward changes.
     """
 
     def __init__(
-        self, model: nn.Module, leaves: Sequence[tuple[str, Any]], varying: Varying, counted: Sequence[str] = ()
+        self, model: nn.Module, leaves: Sequence[tuple[str, Any]], varying: Varying, carried: Sequence[str] = ()
     ) -> None:
         self.guards: Guards | None = None
-        self._counted = counted
+        self._carried = carried
         self._varying = varying
         self._inputs = [*_state(model), *((GraphInput(InputKind.BATCH, path), leaf) for path, leaf in leaves)]
 
@@ -166,8 +166,8 @@ class Decisions:
             for symbol, value in self._values.items()
             if symbol not in stated
         ]
-        if self._counted:
-            self._refuse_counted((*self._decisions, *told))
+        if self._carried:
+            self._refuse_carried((*self._decisions, *told))
         by_condition = {decision.condition: decision for decision in reversed((*self._decisions, *told))}
         decisions = [
             decision
@@ -219,7 +219,7 @@ class Decisions:
             )
         return guards
 
-    def _refuse_counted(self, decisions: Iterable[Decision]) -> None:
+    def _refuse_carried(self, decisions: Iterable[Decision]) -> None:
         """Raises if an operator builds in a fraction that is another at each call."""
         names = {node: item.fqn for node, (item, _) in zip(self._slices.placeholders, self._inputs, strict=False)}
         equal = ((each.where, pair) for each in decisions for pair in each.condition.atoms(sympy.Eq))
@@ -227,7 +227,7 @@ class Decisions:
         for where, symbol in fractions:
             node, _ = self._slices.bound.get(symbol, (None, None))
             source = node.args[0] if node is not None and node.args else None
-            if isinstance(source, fx.Node) and names.get(source) in self._counted:
+            if isinstance(source, fx.Node) and names.get(source) in self._carried:
                 raise BuiltInError(
                     f"forward changes {names[source]} at each call, and at {where} gives it to an operator "
                     "that builds it in, as a dropout its rate: the step would be captured again at each call. Set it "

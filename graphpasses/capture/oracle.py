@@ -90,8 +90,8 @@ def check_step(
     has no update; ``batch`` is what it was captured on, and ``traced`` are the calls that were traced.
     """
     model, outside = step.model, step.snapshot.outside_model
-    counted = step.counted.tensors(step.counted.read(model))
-    leaves = [*step.batch_structure.leaves(batch), *counted]
+    carried = step.carried.tensors(step.carried.read(model))
+    leaves = [*step.batch_structure.leaves(batch), *carried]
     consensus = RankConsensus.of_graph(step.graph, next(nn.Module.parameters(model)).device)
     agreed = partial(consensus.raised_together, FidelityError(_ANOTHER_RANK))
 

@@ -10,7 +10,8 @@ from torch import fx, nn
 from graphpasses._torch.step_tracer import TracedFunction
 from graphpasses.errors import CaptureError
 from graphpasses.identity import same_bits
-from graphpasses.state.counted import CountedError, Place, followed, is_countable, is_nothing, is_number
+from graphpasses.state.carried import CarriedError, Place, is_countable, is_nothing, is_number
+from graphpasses.state.changes import followed
 from graphpasses.state.keys import Key
 from graphpasses.state.left_tensors import Left
 from graphpasses.state.patterns import OldValueError
@@ -45,7 +46,7 @@ def trace_until_settled(
                 failed = error
             found, names = left[0].changing(None if failed else left[1]), names_read()
             if places := followed(found, names):
-                raise CountedError(*places) from None
+                raise CarriedError(*places) from None
             read = [each for each in found if each.is_read(names)]
             why = next((each.refusal for each in read if each.refusal), None)
             is_first = recaptures and bool(read) and not (why or outside)
@@ -54,8 +55,7 @@ def trace_until_settled(
             is_first = is_first or _begins(model, reads, left, changed, names, is_same=is_same, may_begin=recaptures)
             reads.must_stay = not is_first  # a part of a call may have changed it
     if is_first:
-        left[0].unmark()
-        del left[1:]
+        left[:] = [left[0].for_first_calls()]
     return traced
 
 
@@ -100,7 +100,7 @@ def _begins(
             )
         slot.others = (*slot.others, key)
     if numbers:
-        raise CountedError(*numbers)
+        raise CarriedError(*numbers)
     if different is not None and not begins:
         raise CaptureError(different)
     return begins

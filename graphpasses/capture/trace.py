@@ -42,7 +42,7 @@ from graphpasses.graph.kinds import GraphOutput, OutputKind
 from graphpasses.graph.returned import Returned, loss_of
 from graphpasses.graph.several_models import first_model
 from graphpasses.identity import IdentityMap, find_state, named_state
-from graphpasses.state.counted import Counted
+from graphpasses.state.carried import Carried
 from graphpasses.state.kept_tensors import caches_emptied_on_error
 from graphpasses.state.left_tensors import (
     FIRST_CALL,
@@ -85,7 +85,7 @@ def trace_step(
     *,
     is_recorded: bool,
     varying: Varying,
-    counted: Counted,
+    carried: Carried,
     strides: Strides,
     copies: bool,
     recaptures: bool,
@@ -94,7 +94,7 @@ def trace_step(
 
     The traced function returns the loss, one gradient, or None, for each trainable name of a parameter, what it
     leaves in modules, and what else ``loss_fn`` returns. It records the operators that are called if ``is_recorded``;
-    ``varying`` are the dims of the batch whose sizes may vary, ``counted`` the attributes that are inputs, behind the
+    ``varying`` are the dims of the batch whose sizes may vary, ``carried`` the attributes that are inputs, behind the
     batch, ``strides`` those of eager's results, if known. Whether a shard that is alone ``copies``, see
     :func:`communication_traced`. Whether it ``recaptures`` a step of which the second call finds something else.
     """
@@ -106,12 +106,12 @@ def trace_step(
     all_left: list[Left] = []  # of each trace
     found: dict[str, Any] = {}  # what else a trace brings: of several, which are alike, the last
     random_calls, reads = RandomCalls(), Reads(model, loss_fn)
-    paths, leaves = (*structure.paths, *counted.paths), [*leaves, *counted.read(model)]
-    counts = counted.read_numbers(model)
-    for fqn in counted.fqns:
+    paths, leaves = (*structure.paths, *carried.paths), [*leaves, *carried.read(model)]
+    counts = carried.read_numbers(model)
+    for fqn in carried.fqns:
         reads.ignore(fqn)
-    counted = counted.seen(model)
-    decisions = Decisions(model, list(zip(paths, leaves, strict=True)), varying, counted.paths)
+    carried = carried.seen(model)
+    decisions = Decisions(model, list(zip(paths, leaves, strict=True)), varying, carried.paths)
 
     def step(*args: Any) -> list[torch.Tensor | None]:
         args, numbers = args[: len(structure.paths)], [*args[len(structure.paths) :]]
@@ -137,7 +137,7 @@ def trace_step(
 
         check_structure = structure_check(model, state, first_call=FIRST_CALL)
         given = [args[index] for index in structure.same or range(len(args))]
-        named_inputs = [*given, *counted.tensors(numbers)]
+        named_inputs = [*given, *carried.tensors(numbers)]
         records.append(record := record_calls(model, identity, named_inputs, only_undo=not is_recorded))
         with (
             tensors_kept(model, dict(zip(structure.paths, given, strict=True))),
@@ -154,8 +154,8 @@ def trace_step(
             held_traced(state, dict(named_state(model)), held),
         ):
             reductions.filled = order
-            counted.write_traced(model, numbers)
-            reads.count(counted.places)
+            carried.write_traced(model, numbers)
+            reads.count(carried.places)
             left_tensors = LeftTensors(model)
             with (
                 _autocast_cached(model, keeps_casts=keeps_casts),
@@ -255,8 +255,8 @@ def trace_step(
     finally:
         for record in reversed(records):
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
-        counted.put_back(model, counts)
-        reads.look_again(counted.places)
+        carried.put_back(model, counts)
+        reads.look_again(carried.places)
     calls, guards = records[0].calls, decisions.guards
     return Trace(
         traced,

@@ -44,7 +44,7 @@ from graphpasses.graph.recapture import FailedElsewhereError
 from graphpasses.graph.several_models import with_others
 from graphpasses.graph.unsharded import check_written_groups
 from graphpasses.progress import stage, stages_shown
-from graphpasses.state.counted import NONE_COUNTED, Counted, CountedError
+from graphpasses.state.carried import NONE_CARRIED, Carried, CarriedError
 from graphpasses.state.kept_tensors import refuse_kept_tensors
 from graphpasses.state.left_tensors import modes_of
 from graphpasses.state.optimizers import Optimizers
@@ -153,7 +153,7 @@ def _capture(
     recaptures: bool,
     traced_everywhere: Callable[[], None] = lambda: None,
     strides: Strides | None = None,
-    counted: Counted = NONE_COUNTED,
+    carried: Carried = NONE_CARRIED,
     copies: bool = False,
 ) -> CapturedStep:
     """Captures a step that reduces all gradients of its own batch, whatever FSDP2 keeps or is to keep now.
@@ -164,7 +164,7 @@ def _capture(
     """
     again = partial(_capture, loss_fn, model, *batch, optimizers=optimizers, clip_norm=clip_norm)
     again = partial(again, dynamic_shapes=dynamic_shapes, check=check, traced_everywhere=traced_everywhere)
-    again = partial(again, strides=strides, counted=counted, copies=copies, recaptures=recaptures)
+    again = partial(again, strides=strides, carried=carried, copies=copies, recaptures=recaptures)
     with accumulation_set_aside(model), stages_shown(), recording_paused():
         # Look
         refuse_model(model)
@@ -182,15 +182,15 @@ def _capture(
         # Trace
         stage("traces loss_fn and its backward")
         with paused_gc():
-            traced = partial(trace_step, loss_fn, model, structure, leaves, varying=varying, counted=counted)
+            traced = partial(trace_step, loss_fn, model, structure, leaves, varying=varying, carried=carried)
             traced = partial(traced, strides=strides or {}, copies=copies, recaptures=recaptures)
             try:
                 trace = traced(is_recorded=unchecked is None)
             except NowTrainedError as error:
                 with _trained([get_state(model, fqn) for fqn in error.args]):
                     return again()
-            except CountedError as error:
-                return again(counted=counted.and_also(*error.args))
+            except CarriedError as error:
+                return again(carried=carried.and_also(*error.args))
             refuse_kept_tensors(trace.result)
         # Read
         step = read_step(
@@ -199,7 +199,7 @@ def _capture(
             replace(structure, taken=tuple(trace.taken)),
             [
                 *zip(structure.paths, fake_copies(leaves), strict=True),
-                *zip(counted.paths, fake_copies(counted.read(model)), strict=True),
+                *zip(carried.paths, fake_copies(carried.read(model)), strict=True),
             ],
             trace.marks,
             left=trace.left,
@@ -207,7 +207,7 @@ def _capture(
             guards=trace.guards,
             left_unsharded=frozenset(trace.unsharded),
             left_values=trace.left_values,
-            counted=counted.seen(model),
+            carried=carried.seen(model),
             returned=trace.returned,
             hook_order=trace.hook_order,
             snapshot=Snapshot.of(

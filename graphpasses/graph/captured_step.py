@@ -25,7 +25,7 @@ from graphpasses.graph.returned import Returned
 from graphpasses.graph.train_graph import GraphInput, InputKind, OutputKind, TrainGraph
 from graphpasses.graph.unsharded import Unsharded
 from graphpasses.graph.update import Update
-from graphpasses.state.counted import Counted
+from graphpasses.state.carried import Carried
 from graphpasses.state.left_tensors import Left
 from graphpasses.state.snapshot import Snapshot
 
@@ -53,10 +53,9 @@ class CapturedStep(TrainGraph):
         left_unsharded: indexes of the FSDP2 groups that eager leaves unsharded, as a teacher's root, and so a call.
         left_values: what forward leaves beside tensors in attributes of modules, and so does a call.
         written_groups: by index, FSDP2 groups of which the step writes a parameter, and its FQN.
-        counted: numbers and tensors that the step leaves and the next reads: inputs of the graph, behind the batch.
+        carried: numbers and tensors that the step leaves and the next reads: inputs of the graph, behind the batch.
         returned: what a call returns beside the loss.
-        hook_order: FQNs of what has gradients, in the order in which eager's backward fills them, if hooks wait for
-            that (``register_post_accumulate_grad_hook``), which a call calls so; else ().
+        hook_order: FQNs of gradients, in the order in which eager's backward fills them, if hooks wait; else ().
         check_every: of how many calls one is checked first; ``"sparse"`` for calls 10, 100, 1,000, …; None for none.
         grad_norm: the norm that all gradients had before the last call clipped them, a scalar; else None.
 
@@ -83,7 +82,7 @@ class CapturedStep(TrainGraph):
     left_unsharded: frozenset[int] = frozenset()
     written_groups: Mapping[int, str] = field(default_factory=dict)
     left_values: Left = field(default_factory=Left)
-    counted: Counted = field(default_factory=Counted)
+    carried: Carried = field(default_factory=Carried)
     returned: Returned = field(default_factory=Returned)
     hook_order: tuple[str, ...] = ()
     check_every: int | Literal["sparse"] | None = None
@@ -204,18 +203,18 @@ class CapturedStep(TrainGraph):
     def fitting(self, *batch: Any) -> tuple[Self, list[torch.Tensor | None], list[Any]]:
         """Returns the capture that a call would run on a batch, the model's tensors, and what else it reads."""
         step, tensors, leaves = self._cache.fitting(batch)
-        return step, tensors, [*leaves, *step.counted.read(self.model)]
+        return step, tensors, [*leaves, *step.carried.read(self.model)]
 
     def look(self, leaves: Sequence[Any]) -> list[torch.Tensor | None]:
         """Returns the model's tensors, by slot; raises if the step is not for it, or for these leaves of a batch."""
         tensors, num_given = self.snapshot.check(self.model), len(leaves)
         check_leaves(leaves, self.batch_leaves[:num_given], self.varying)
-        self.counted.check(self.model, self.batch_leaves[num_given:])
+        self.carried.check(self.model, self.batch_leaves[num_given:])
         return tensors
 
     def value_of(self, leaves: Sequence[Any]) -> Callable[[GraphInput], Any]:
         """Returns what tells the values of inputs, for these leaves of a batch."""
-        paths, every = (path for path, _ in self.batch_leaves), [*leaves, *self.counted.read(self.model)]
+        paths, every = (path for path, _ in self.batch_leaves), [*leaves, *self.carried.read(self.model)]
         given = dict(zip(paths, every, strict=True))
 
         def value(item: GraphInput) -> Any:
@@ -347,8 +346,8 @@ class CapturedStep(TrainGraph):
                 "the step has its model's optimizer in it; capture a step of the other model with its own optimizer"
             )
         parameters, snapshot = parameter_infos(model, self.identity), self.snapshot.for_model(model, groups or {})
-        left, counted = self.left_values.for_model(snapshot.attributes), self.counted.for_model(snapshot.attributes)
-        return replace(self, model=model, parameters=parameters, snapshot=snapshot, left_values=left, counted=counted)
+        left, carried = self.left_values.for_model(snapshot.attributes), self.carried.for_model(snapshot.attributes)
+        return replace(self, model=model, parameters=parameters, snapshot=snapshot, left_values=left, carried=carried)
 
     @cached_property
     def _unsharded(self) -> Unsharded:
@@ -392,7 +391,9 @@ class CapturedStep(TrainGraph):
         return lazy_module(self.module, graph)
 
     def _accumulate(self, flat: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> Any:
-        self.left_values.leave(self.model, {fqn: flat[index] for index, fqn in self._left[OutputKind.LEFT]})
+        left = {fqn: flat[index] for index, fqn in self._left[OutputKind.LEFT]}
+        with self.snapshot.own_writes(are_any=self.left_values.is_any(left)):
+            self.left_values.leave(self.model, left)
         for index, fqn in self._left[OutputKind.MEMORY]:
             get_state(self.model, fqn).data = flat[index]
         self._gradients.leave(flat, tensors, self.cut_steps.accumulators)

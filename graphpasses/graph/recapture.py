@@ -16,13 +16,13 @@ from graphpasses.errors import AgreementError, CaptureError
 from graphpasses.graph.batch import same_leaves
 from graphpasses.graph.guards import NO_DECISION
 from graphpasses.graph.rank_consensus import FailedRanks, RankConsensus
-from graphpasses.state.counted import BuiltInError
+from graphpasses.state.carried import BuiltInError
 from graphpasses.state.optimizer_checks import INSTEAD
 
 Recapture: TypeAlias = Callable[..., Any]
 """Captures a step again.
 
-Called as ``capture(model, *batch, counted=..., traced_everywhere=...)``: the numbers that are inputs until now, and
+Called as ``capture(model, *batch, carried=..., traced_everywhere=...)``: the numbers that are inputs until now, and
 what it calls before the ranks run anything together.
 """
 
@@ -161,7 +161,7 @@ class GuardedCache:
         step = self.rewritten(step, first.rewrites)
         step.note(f"captured again: {why}")
         # The others hold a number constant that this one changes.
-        if not self._consensus.all_ranks([step.counted.numbers == first.counted.numbers])[0]:
+        if not self._consensus.all_ranks([step.carried.numbers == first.carried.numbers])[0]:
             self.steps.clear()
         self.steps = [*self.steps[-MAX_STEPS + 1 :], step]
         self._last = step
@@ -172,27 +172,27 @@ class GuardedCache:
         that it cannot read so.
         """
         first = self._last
-        known = first.counted.that_are_carried(first.model)
-        numbers = first.snapshot.changed_numbers(first.model)
+        known = first.carried.that_can_be(first.model)
+        numbers = first.snapshot.changed_values(first.model)
         while True:
             also = [numbers[path] for path in numbers.keys() - self._built_in - {*known.paths}]
-            counted = known.and_also(*also)
+            carried = known.and_also(*also)
             if self._consensus.all_ranks([not also])[0]:
                 return self._captured(batch, known)
             try:
-                return self._captured(batch, counted)
+                return self._captured(batch, carried)
             except FailedElsewhereError:  # another rank has fewer then
                 pass
             except CaptureError as error:
                 path = error.path if isinstance(error, BuiltInError) else ""
-                self._built_in |= {path} if path in counted.paths else {*counted.paths}
+                self._built_in |= {path} if path in carried.paths else {*carried.paths}
 
-    def _captured(self, batch: tuple[Any, ...], counted: Any) -> Step:
+    def _captured(self, batch: tuple[Any, ...], carried: Any) -> Step:
         first = self._last
         elsewhere = FailedElsewhereError("another rank could not capture the step again; its message says why")
         together = partial(self._consensus.raised_together, elsewhere)
         with together(), together() as traced_everywhere, torch.enable_grad():
-            return first.recapture(first.model, *batch, counted=counted, traced_everywhere=traced_everywhere)
+            return first.recapture(first.model, *batch, carried=carried, traced_everywhere=traced_everywhere)
 
     def rewritten(self, step: Step, rewrites: Iterable[Callable[[Step], Step]]) -> Step:
         """Returns a step after rewrites; raises on all ranks if it launches different collectives on them."""

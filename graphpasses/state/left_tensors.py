@@ -20,7 +20,8 @@ from graphpasses._torch.schemas import is_tensor_subclass
 from graphpasses._torch.storage import memories
 from graphpasses.errors import CaptureError
 from graphpasses.identity import attributes_restored, find_state, put_back
-from graphpasses.state.counted import CountedError, Found, changing, is_number
+from graphpasses.state.carried import CarriedError, is_number
+from graphpasses.state.changes import Found, changing
 from graphpasses.state.keys import CONTAINERS, MISSING, key_of
 from graphpasses.state.model import is_trained
 from graphpasses.state.patterns import COMPUTED, Known, filled, misfit, pattern_of, stand_ins, walk, was_read
@@ -65,12 +66,14 @@ class Left:
         places: by path, names of what is no module of the model, and containers that stay the same.
         refusals: why each is refused where the next step reads it, or leaves something else.
         also: other names of what these have, with patterns.
+        is_first: whether the next call finds something else than this step is for.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[str, tuple[Owner, Slot]] = field(default_factory=dict)
     refusals: dict[str, str] = field(default_factory=dict)
     also: list[tuple[Slot, Any]] = field(default_factory=list)
+    is_first: bool = False
 
     def leave(self, model: nn.Module, computed: Mapping[str, Any]) -> None:
         """Gives modules of a model, and the places, what a step computed, and Python values."""
@@ -84,6 +87,10 @@ class Left:
                 value = nn.Parameter(value, requires_grad=before.requires_grad)
             if before is not value:
                 write(owner, name, value)
+
+    def is_any(self, computed: Mapping[str, Any]) -> bool:
+        """Whether something is left, after which the step goes on."""
+        return bool(computed or self.values) and not self.is_first
 
     def _place(self, model: nn.Module, path: str) -> tuple[Any, str]:
         """Returns what has a name, and the name."""
@@ -111,10 +118,11 @@ class Left:
         for slot, pattern in self._marked():
             slot.left = pattern
 
-    def unmark(self) -> None:
+    def for_first_calls(self) -> Left:
         """Lets the places have what they had, and nothing else."""
         for slot, _ in self._marked():
             slot.left, slot.is_cache = MISSING, False
+        return replace(self, is_first=True)
 
     def _marked(self) -> list[tuple[Slot, Any]]:
         return [*((slot, self.values[path]) for path, (_, slot) in self.places.items()), *self.also]
@@ -269,7 +277,7 @@ class LeftTensors:
                 )
             if isinstance(value, COMPUTED):
                 if is_read:
-                    raise CountedError(fqn)
+                    raise CarriedError(fqn)
                 left[fqn] = value
             elif key.is_plain or isinstance(value, CONTAINERS):
                 tensors = {id(each) for each in walk(value).values() if isinstance(each, torch.Tensor)}

@@ -20,7 +20,8 @@ from graphpasses._torch.module_hooks import hooks
 from graphpasses.errors import CaptureError
 from graphpasses.identity import walk_modules
 from graphpasses.state.calls import calls_watched, stored_names
-from graphpasses.state.counted import Found, Place, changing
+from graphpasses.state.carried import Place
+from graphpasses.state.changes import Found, changing
 from graphpasses.state.keys import CONTAINERS, MISSING, Key, attributes_of, key_of
 from graphpasses.state.left_tensors import IN_CONTAINER, Left, read_before
 from graphpasses.state.origin import is_torchs, is_users, is_users_code, users_modules
@@ -49,7 +50,7 @@ class Reads:
         self._own: dict[int, frozenset[str]] = {}  # the attributes that it had
         self._found: Any = MISSING  # what was read last
         self._ignored: set[tuple[int, str]] = set()
-        self._counted: dict[tuple[int, Any], Key] = {}
+        self._carried: dict[tuple[int, Any], Key] = {}
         self._classes: set[type] = {nn.Module}
         self._codes: dict[int, tuple[CodeType, bool]] = {}  # that ran, and whether they are the user's
         self._nested: set[int] = set()  # the ids of code in these
@@ -81,7 +82,7 @@ class Reads:
     def count(self, places: Iterable[Place]) -> None:
         """Notes what stands in places, which is no constant of the step."""
         for owner, name in ((place.owner.value, place.slot.name) for place in places):
-            self._counted[id(owner), name] = key_of(read(owner, name))
+            self._carried[id(owner), name] = key_of(read(owner, name))
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -127,8 +128,8 @@ class Reads:
             tensors = {id(each) for each in walk(value).values() if isinstance(each, torch.Tensor)}
             if is_module and not is_same and tensors and tensors <= own.ids:
                 continue  # a new list of the model's weights
-            difference, counted = slot.difference(value, strict=True), self._counted.get((id(owner.value), slot.name))
-            if difference is None and slot.left is MISSING and counted is None:
+            difference, carried = slot.difference(value, strict=True), self._carried.get((id(owner.value), slot.name))
+            if difference is None and slot.left is MISSING and carried is None:
                 continue
             path = slot.path if is_module else f"{slot.path} (outside)"
             while path in left.places:  # closures of one ``def`` have the same names
@@ -137,7 +138,7 @@ class Reads:
             if is_module:
                 refusal = IN_CONTAINER.format(path) if isinstance(slot.value, CONTAINERS) else read_before(path)
             found = pattern_of(path, value, slot.copies, own)
-            if found is not None and (_is_of_class(owner.value, slot.name) or counted == key_of(value)):
+            if found is not None and (_is_of_class(owner.value, slot.name) or carried == key_of(value)):
                 left.also.append((slot, found[0]))
                 continue
             if found is not None and (is_same or can_write(owner.value, slot.name)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,7 +18,8 @@ from graphpasses._torch.module_hooks import global_hook_ids
 from graphpasses._torch.surroundings import function_modes, keeps_parametrized, saved_tensor_hooks
 from graphpasses.errors import CaptureError
 from graphpasses.identity import named_state
-from graphpasses.state.counted import Place, changed_numbers, is_countable
+from graphpasses.state.carried import Place, is_countable
+from graphpasses.state.changes import changed_values
 from graphpasses.state.keys import TensorFacts
 from graphpasses.state.model import ModelStructure
 from graphpasses.state.slots import AGAIN, Asked, Owner
@@ -93,13 +95,17 @@ class Snapshot:
         _refuse(self.names, _IN_BATCH)
         return tensors
 
-    def changed_numbers(self, model: nn.Module) -> dict[str, str | Place]:
+    def own_writes(self, *, are_any: bool) -> AbstractContextManager[None]:
+        """Takes what the block, which is the step's own, writes into the model for seen, if there ``are_any``."""
+        return self._seen.told() if are_any and self._seen is not None else nullcontext()
+
+    def changed_values(self, model: nn.Module) -> dict[str, str | Place]:
         """Returns where numbers are others now, by what messages call them: FQNs of attributes, or places."""
         modules = {*map(id, model.modules())}
         found: dict[str, str | Place] = {}
         for owner in (*self.attributes, *self.names):
             for slot in owner.slots.values():
-                for place in changed_numbers(owner, slot):
+                for place in changed_values(owner, slot):
                     is_fqn = not place.keys and id(owner.value) in modules and is_countable(model, slot.path)
                     path = f"attribute {slot.path!r}" if is_fqn else repr(place.path)
                     found.setdefault(path, slot.path if is_fqn else place)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -66,6 +67,14 @@ class Unwritten:
         tensors = [*chain.from_iterable(map(dict.values, self.own))]
         there = [tensor for tensor in tensors if tensor is not None]
         return tensors if self.fits(*there) and gradient_hook_ids(there) == self.hooks else None
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Takes what the block, which is the step's own, writes for seen."""
+        is_seen = dict_versions(self.filled) == self.versions
+        yield
+        if is_seen:
+            self.versions[:] = dict_versions(self.filled)
 
 
 def _of_classes(

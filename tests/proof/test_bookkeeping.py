@@ -50,11 +50,11 @@ def why_not(before: CapturedStep, after: CapturedStep) -> str:
 
 
 @pytest.mark.parametrize(
-    "name", ["snapshot", "left_values", "batch_structure", "model", "hook_order", "varying", "counted", "returned"]
+    "name", ["snapshot", "left_values", "batch_structure", "model", "hook_order", "varying", "carried", "returned"]
 )
 def test_what_reads_and_leaves_values_is_another(captured: CapturedStep, other: CapturedStep, name: str) -> None:
     step = captured.copy()
-    made = {"hook_order": ("two.weight",), "varying": {"batch[0]": {0: None}}, "counted": None, "returned": None}
+    made = {"hook_order": ("two.weight",), "varying": {"batch[0]": {0: None}}, "carried": None, "returned": None}
     setattr(step, name, made[name] if name in made else getattr(other, name))
     is_equal = getattr(step, name) == getattr(captured, name)
     assert why_not(captured, step) == ("" if is_equal else _reason(name))

@@ -120,13 +120,13 @@ def test_a_number_that_forward_changes_later_alone() -> None:
         calls.append((model.num_calls, model.average))
     assert calls == [(1, 0), (2, 0), (3, 0.3), (4, 0.3), (5, 0.6), (6, 0.6)]
     assert len(step.captures) == 2  # the first would hold constant what others change
-    assert step.captures[0].counted.fqns == step.captures[1].counted.fqns == ("num_calls", "average")
+    assert step.captures[0].carried.fqns == step.captures[1].carried.fqns == ("num_calls", "average")
 
 
 def test_a_fraction_that_an_operator_builds_in() -> None:
     model = Counting()
     with pytest.raises(
-        CaptureError, match=r"^forward changes attribute 'dropout.p' at each call, and at .*test_counted"
+        CaptureError, match=r"^forward changes attribute 'dropout.p' at each call, and at .*test_carried"
     ):
         capture_train_step(less_dropout, model, X)
     assert model.dropout.p == 0.5
@@ -172,5 +172,5 @@ def test_a_mode_that_a_count_decides() -> None:
     assert step(X) != step(X)
     assert (model.num_calls, model.dropout.training) == (2, False)
     decides = False
-    with pytest.raises(CaptureError, match=r"^forward gives train\(\) a comparison of a number, at .*test_counted"):
+    with pytest.raises(CaptureError, match=r"^forward gives train\(\) a comparison of a number, at .*test_carried"):
         capture_train_step(loss_fn, Counting(), X)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from graphpasses.errors import CaptureError
 from graphpasses.state.keys import MISSING, TensorFacts, key_of
-from graphpasses.state.patterns import Computed, Kept, Same, facts_of
-from graphpasses.state.slots import Owner, Slot, can_write, changed, read, write
+from graphpasses.state.patterns import Same
+from graphpasses.state.slots import Owner, Slot, changed, read, write
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Place:
         """Returns what stands there, or :data:`MISSING`."""
         value = read(self.owner.value, self.slot.name)
         for key in self.keys:
-            value = _item(value, key)
+            value = item_in(value, key)
         return value
 
     def write(self, value: Any) -> None:
@@ -50,7 +50,7 @@ class Place:
             holder[self.keys[-1]] = value
 
 
-class CountedError(CaptureError):
+class CarriedError(CaptureError):
     """A step changes at each call what stands in these places, or attributes by FQN: it is to be its input."""
 
 
@@ -66,7 +66,7 @@ _DTYPES = {int: torch.int64, float: torch.float64}
 
 
 @dataclass(frozen=True)
-class Counted:
+class Carried:
     """The numbers that are inputs of a step, in attributes of a model's modules and elsewhere, and such tensors."""
 
     fqns: tuple[str, ...] = ()
@@ -84,7 +84,7 @@ class Counted:
         """What messages call the inputs that are numbers."""
         return tuple(path for path, kind in zip(self.paths, self.kinds, strict=True) if kind in _DTYPES)
 
-    def and_also(self, *also: str | Place) -> Counted:
+    def and_also(self, *also: str | Place) -> Carried:
         """Returns these and others: places, also of objects that stand where others stood, or FQNs of attributes."""
         places = tuple(each for each in also if isinstance(each, Place))
         fqns = tuple(each for each in also if not isinstance(each, Place))
@@ -95,23 +95,23 @@ class Counted:
         others = (each for each in self.places if each not in places)
         return replace(self, fqns=(*self.fqns, *fqns), places=(*others, *places))
 
-    def seen(self, model: nn.Module) -> Counted:
+    def seen(self, model: nn.Module) -> Carried:
         """Returns it with what counts of what stands there now."""
         values = self._values(model)
         return replace(self, kinds=tuple(map(type, values)), same=_same(values))
 
-    def that_are_carried(self, model: nn.Module) -> Counted:
+    def that_can_be(self, model: nn.Module) -> Carried:
         """Returns those of which numbers or tensors stand there now."""
-        are = [*map(is_carried, self._values(model))]
+        are = [*map(can_carry, self._values(model))]
         fqns = tuple(each for each, is_one in zip(self.fqns, are, strict=False) if is_one)
         places = zip(self.places, are[len(self.fqns) :], strict=True)
-        return Counted(fqns, tuple(each for each, is_one in places if is_one))
+        return Carried(fqns, tuple(each for each, is_one in places if is_one))
 
     def check(self, model: nn.Module, captured: Sequence[tuple[str, Any]]) -> None:
         """Raises if something of another kind stands somewhere than when the step was ``captured``, by path."""
         values = self._values(model)
         for (path, before), kind, now in zip(captured, self.kinds, values, strict=True):
-            if type(now) is not kind or not is_carried(now):
+            if type(now) is not kind or not can_carry(now):
                 what = f"a number ({kind.__name__})" if kind in _DTYPES else "a tensor"
                 raise CaptureError(
                     f"{path} is {key_of(now)} now, and had {what} when the step was captured. "
@@ -162,7 +162,7 @@ class Counted:
         if [*map(id, self.read_numbers(model))] != [*map(id, values)]:
             self.write(model, [*values])
 
-    def for_model(self, attributes: Iterable[Owner]) -> Counted:
+    def for_model(self, attributes: Iterable[Owner]) -> Carried:
         """Returns the same of a step of another model, which has these attributes."""
         slots = {slot.path: (owner, slot) for owner in attributes for slot in owner.slots.values()}
         for place in self.places:
@@ -172,7 +172,7 @@ class Counted:
         return replace(self, places=tuple(replace(each, owner=owner, slot=slot) for each, owner, slot in places))
 
 
-NONE_COUNTED = Counted()
+NONE_CARRIED = Carried()
 
 
 def is_countable(model: nn.Module, fqn: str) -> bool:
@@ -187,7 +187,7 @@ def is_number(value: Any) -> bool:
     return type(value) in _DTYPES
 
 
-def is_carried(value: Any) -> bool:
+def can_carry(value: Any) -> bool:
     """Whether a step can read a value as an input: a number that a tensor can carry, or a plain tensor."""
     if not isinstance(value, torch.Tensor):
         return is_number(value) and isinstance(_as_tensor(value), torch.Tensor)
@@ -196,119 +196,9 @@ def is_carried(value: Any) -> bool:
     return is_plain and not value.requires_grad
 
 
-class Found(NamedTuple):
-    """A place of which a step leaves another value than it had."""
-
-    place: Place
-    before: Any
-    computed: Computed | None  # what it leaves; None of a number that Python changes, and of what stood elsewhere
-    is_number: bool
-
-    def is_read(self, names: Collection[str]) -> bool:
-        """Whether the next step reads it, if it reads what this one computed by these names."""
-        return self.computed is None or self.computed.name in names
-
-    @property
-    def is_followed(self) -> bool:
-        """Whether it can be an input of the step."""
-        if self.computed is None or not is_carried(self.before):
-            return is_carried(self.before)
-        if self.computed.kind is not torch.Tensor:
-            return self.computed.kind is type(self.before)
-        is_alike = isinstance(self.before, torch.Tensor) and self.computed.facts == facts_of(self.before)
-        return is_alike and not self.computed.fault
-
-    @property
-    def refusal(self) -> str | None:
-        """Says why the next step must not read it; None where only the first call finds what was there: no value, or
-        another kind, as before autocast chose the dtype, that is not another at each call.
-        """
-        where = f"the step reads at its next call what it keeps in {self.place.path!r}"
-        if self.computed is not None and self.computed.fault:
-            return f"{where}, {self.computed.fault}"
-        if is_nothing(self.before) or is_number(self.before) or (self.computed and not self.computed.facts):
-            return None
-        if self.computed is None or not is_carried(self.before):
-            return f"{where}, and found {key_of(self.before)} there"
-        (*kind, was), (*now, sizes) = facts_of(self.before), self.computed.facts
-        if kind != now or len(was) != len(sizes) or all(a in (b, "1") for a, b in zip(was, sizes, strict=True)):
-            return None
-        return (
-            f"{where}, of shape [{', '.join(sizes)}], and found [{', '.join(was)}] there: it is another at each call"
-        )
-
-    def is_beside(self, other: Found) -> bool:
-        """Whether two are in one container, or attributes of one object."""
-        mine, its = self.place, other.place
-        return mine.keys[:-1] == its.keys[:-1] and (mine.slot is its.slot if mine.keys else mine.owner is its.owner)
-
-
-def changing(path: str, owner: Owner, slot: Slot, pattern: Any, later: Any = MISSING) -> list[Found]:
-    """Returns where a slot, or a container in it, gets what a step computes, or another number at each call.
-
-    Its ``pattern`` is what the step leaves, ``later`` what it leaves the next time.
-    """
-    copies = {id(container): items for container, items in slot.copies}
-
-    def find(keys: tuple[Any, ...], before: Any, one: Any, other: Any) -> Iterator[Found]:
-        place = Place(path + "".join(f"[{key!r}]" for key in keys), owner, slot, keys)
-        if isinstance(one, Computed):
-            yield Found(place, before, one, one.kind is not torch.Tensor)
-        elif isinstance(one, Kept):
-            if one.tensor is not before:
-                yield Found(place, before, None, False)
-        elif is_number(one):
-            if type(one) is type(other) and one != other and (is_nothing(before) or type(before) is type(one)):
-                yield Found(place, before, None, True)
-        elif (now := _items(one)) is not None:
-            was = before if isinstance(before, tuple) else copies.get(id(before), before)
-            if _items(was) is None:
-                if not (is_nothing(was) or is_carried(was)):
-                    return
-            elif len(was) != len(now) and not isinstance(was, dict):
-                return  # what grows is another at each call
-            for key, item in now.items():
-                yield from find((*keys, key), _item(was, key), item, _item(other, key))
-
-    return [*find((), slot.value, pattern, later)]
-
-
-def followed(found: Sequence[Found], names: Collection[str]) -> list[Place]:
-    """Returns the places that are to be inputs: of numbers that change, and of what the next step reads by ``names``;
-    with a tensor those beside it, which are likely to be read, too.
-    """
-    tensors = [each for each in found if each.is_read(names) and each.is_followed and not each.is_number]
-
-    def is_beside(one: Found) -> bool:
-        is_tensor = isinstance(one.before, torch.Tensor) and is_carried(one.before)
-        return is_tensor and (one.computed is None or one.is_followed) and any(map(one.is_beside, tensors))
-
-    return [each.place for each in found if (each.is_read(names) and each.is_followed) or is_beside(each)]
-
-
 def is_nothing(value: Any) -> bool:
     """Whether there is no value."""
     return value is None or value is MISSING
-
-
-def changed_numbers(owner: Owner, slot: Slot) -> list[Place]:
-    """Returns where a slot, or a container that stays in it, has another number than it had."""
-    copies = {id(container): items for container, items in slot.copies}
-
-    def find(keys: tuple[Any, ...], before: Any, now: Any) -> Iterator[Place]:
-        if is_number(before) and is_carried(now):
-            if repr(before) != repr(now):
-                yield Place(slot.path + "".join(f"[{key!r}]" for key in keys), owner, slot, keys)
-        elif isinstance(before, torch.Tensor):
-            if before is not now and is_carried(before) and is_carried(now) and isinstance(now, torch.Tensor):
-                yield Place(slot.path + "".join(f"[{key!r}]" for key in keys), owner, slot, keys)
-        elif type(before) is type(now):
-            items = _items(before if isinstance(before, tuple) else copies.pop(id(before), None)) or {}
-            for key, item in items.items():
-                yield from find((*keys, key), item, _item(now, key))
-
-    now = read(owner.value, slot.name)
-    return [*find((), slot.value, now)] if not is_number(now) or can_write(owner.value, slot.name) else []
 
 
 def _same(values: Sequence[Any]) -> tuple[int, ...]:
@@ -318,11 +208,12 @@ def _same(values: Sequence[Any]) -> tuple[int, ...]:
     return tuple(first.setdefault(id(each), at) if isinstance(each, torch.Tensor) else at for at, each in pairs)
 
 
-def _item(items: Any, key: Any) -> Any:
-    return (_items(items) or {}).get(key, MISSING)
+def item_in(items: Any, key: Any) -> Any:
+    """Returns what a container has by a key or place, or :data:`MISSING`."""
+    return (items_in(items) or {}).get(key, MISSING)
 
 
-def _items(value: Any) -> dict[Any, Any] | None:
+def items_in(value: Any) -> dict[Any, Any] | None:
     """Returns the items of a container, or of a pattern of one, by key or place; None of what is none."""
     value = value.items if isinstance(value, Same) else value
     if isinstance(value, dict):
@@ -338,5 +229,5 @@ def _place(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:
 
 def _as_tensor(value: Any) -> Any:
     dtype = _DTYPES.get(type(value))
-    is_carried = dtype is not None and not (dtype == torch.int64 and not -(2**63) <= value < 2**63)
-    return torch.tensor(value, dtype=dtype, device="cpu") if is_carried else value
+    can_carry = dtype is not None and not (dtype == torch.int64 and not -(2**63) <= value < 2**63)
+    return torch.tensor(value, dtype=dtype, device="cpu") if can_carry else value
