@@ -22,7 +22,7 @@ from graphpasses._torch.storage import freed_memory_returned
 from graphpasses._torch.surroundings import never_compiled
 from graphpasses.capture.compiled_call import CompiledCall
 from graphpasses.capture.oracle import Results, has_equal_bits, run_step
-from graphpasses.capture.step_check import copies_of, find_difference, state_in_optimizers, values_put_back
+from graphpasses.capture.step_check import copies_of, find_difference, state_in_optimizers, states_of, values_put_back
 from graphpasses.embedding.torchrec.ddp_calls import modules_and_lookups
 from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.graph.rank_consensus import RankConsensus
@@ -123,7 +123,7 @@ def _results(model: nn.Module, batch: Sequence[Any], run: Callable[[], Any]) -> 
 
 def _is_of_tables(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer shows what the kernels of sharded tables keep, in buffers of theirs."""
-    return any(isinstance(value, ShardedTensor) for state in optimizer.state.values() for value in state.values())
+    return any(isinstance(value, ShardedTensor) for value in states_of([optimizer]))
 
 
 def _tensors(model: nn.Module, batch: Sequence[Any]) -> dict[str, torch.Tensor]:

@@ -40,6 +40,13 @@ def read_dynamic_shapes(structure: BatchStructure, leaves: Sequence[Any], dynami
     return {path: dims for path, dims in found.items() if dims}
 
 
+def with_sizes_of_its_own(carried: Mapping[str, Any]) -> Varying:
+    """Returns all dims of the tensors that a step leaves and the next reads, which follow from those of a batch."""
+    tensors = {path: each for path, each in carried.items() if isinstance(each, torch.Tensor) and each.dim()}
+    dims = {path: range(each.dim()) for path, each in tensors.items() if each.is_contiguous()}
+    return {path: dict.fromkeys(each, VaryingDim()) for path, each in dims.items()}
+
+
 def _containers(structure: BatchStructure) -> Iterator[BatchStructure]:
     if structure.is_of_library:
         yield structure

@@ -55,7 +55,7 @@ def trace_until_settled(
             is_first = is_first or _begins(model, reads, left, changed, names, is_same=is_same, may_begin=recaptures)
             reads.must_stay = not is_first  # a part of a call may have changed it
     if is_first:
-        left[:] = [left[0].for_first_calls()]
+        left[:] = [left[0].for_first_calls(reads.is_input)]
     return traced
 
 

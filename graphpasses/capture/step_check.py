@@ -123,6 +123,12 @@ def put_back(step: CapturedStep, batch: Sequence[Any]) -> Iterator[None]:
             generator.set_state(drawn)
 
 
+def states_of(optimizers: Iterable[Optimizer]) -> list[Any]:
+    """Returns what is in the states of optimizers, of each parameter, or of them all."""
+    states = (state for of in optimizers for state in of.state.values())
+    return [value for state in states for value in (state.values() if isinstance(state, dict) else [state])]
+
+
 @contextmanager
 def values_put_back(
     model: nn.Module, tensors: Iterable[torch.Tensor], optimizers: Collection[Optimizer]
@@ -131,7 +137,7 @@ def values_put_back(
     kept = [each for of in optimizers for each in (of.state, *of.state.values(), *of.param_groups)]
     items = [pair for each in kept for pair in containers_with_copies(each)]
     every: list[Any] = [*tensors, *(each.grad for each in with_gradients(model))]
-    every += [value for of in optimizers for values in of.state.values() for value in values.values()]
+    every += states_of(optimizers)
     before = [(local, local.clone()) for local in map(local_part, every) if isinstance(local, torch.Tensor)]
     try:
         yield

@@ -21,7 +21,7 @@ from graphpasses._torch.operator_recorder import recording_paused
 from graphpasses._torch.strides_of_eager import Strides
 from graphpasses._torch.symbols import learn_no_more
 from graphpasses.capture.accumulation_hooks import NOTE
-from graphpasses.capture.dynamic_shapes import read_dynamic_shapes
+from graphpasses.capture.dynamic_shapes import read_dynamic_shapes, with_sizes_of_its_own
 from graphpasses.capture.oracle import check_step, has_equal_bits, other_strides_of_eager, why_unchecked
 from graphpasses.capture.refusals import NowTrainedError, refuse_arguments, refuse_model
 from graphpasses.capture.step_check import check_on_batch
@@ -178,6 +178,7 @@ def _capture(
         check_unsharded(groups)
         prepare_for_tracing(model)
         varying = read_dynamic_shapes(structure, leaves, dynamic_shapes)
+        varying = {**varying, **with_sizes_of_its_own(carried.named(model))} if dynamic_shapes else varying
         unchecked = why_unchecked(model, dict(zip(structure.paths, leaves, strict=True))) if check else ""
         # Trace
         stage("traces loss_fn and its backward")

@@ -209,7 +209,7 @@ class CapturedStep(TrainGraph):
         """Returns the model's tensors, by slot; raises if the step is not for it, or for these leaves of a batch."""
         tensors, num_given = self.snapshot.check(self.model), len(leaves)
         check_leaves(leaves, self.batch_leaves[:num_given], self.varying)
-        self.carried.check(self.model, self.batch_leaves[num_given:])
+        self.carried.check(self.model, self.batch_leaves[num_given:], self.varying)
         return tensors
 
     def value_of(self, leaves: Sequence[Any]) -> Callable[[GraphInput], Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
@@ -107,8 +107,16 @@ class Carried:
         places = zip(self.places, are[len(self.fqns) :], strict=True)
         return Carried(fqns, tuple(each for each, is_one in places if is_one))
 
-    def check(self, model: nn.Module, captured: Sequence[tuple[str, Any]]) -> None:
-        """Raises if something of another kind stands somewhere than when the step was ``captured``, by path."""
+    def named(self, model: nn.Module) -> dict[str, Any]:
+        """Returns what is read there, by what messages call it."""
+        return dict(zip(self.paths, self._values(model), strict=True))
+
+    def check(
+        self, model: nn.Module, captured: Sequence[tuple[str, Any]], varying: Mapping[str, Mapping[int, Any]]
+    ) -> None:
+        """Raises if something of another kind stands somewhere than when the step was ``captured``, by path, but for
+        sizes that may be ``varying``.
+        """
         values = self._values(model)
         for (path, before), kind, now in zip(captured, self.kinds, values, strict=True):
             if type(now) is not kind or not can_carry(now):
@@ -118,7 +126,9 @@ class Carried:
                     "Give it such from its start, or capture a step for it"
                 )
             if isinstance(now, torch.Tensor) and TensorFacts.of(now) != (facts := TensorFacts.of(before)):
-                raise changed(path, *facts.told_from(TensorFacts.of(now)))
+                is_alike = (now.dtype, now.device, now.dim()) == (facts.dtype, facts.device, len(facts.shape))
+                if not (path in varying and is_alike and now.is_contiguous()):
+                    raise changed(path, *facts.told_from(TensorFacts.of(now)))
         for path, was, now in zip(self.paths, self.same, _same(values), strict=True):
             if was != now:
                 raise changed(f"whether {path} and {self.paths[min(was, now)]} are one tensor", was < now, now < was)

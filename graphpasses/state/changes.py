@@ -32,8 +32,10 @@ class Found(NamedTuple):
             return can_carry(self.before)
         if self.computed.kind is not torch.Tensor:
             return self.computed.kind is type(self.before)
-        is_alike = isinstance(self.before, torch.Tensor) and self.computed.facts == facts_of(self.before)
-        return is_alike and not self.computed.fault
+        if self.computed.fault or not isinstance(self.before, torch.Tensor):
+            return False
+        (*kind, was), (*now, sizes) = facts_of(self.before), self.computed.facts
+        return kind == now and _fit(was, sizes)
 
     @property
     def refusal(self) -> str | None:
@@ -48,7 +50,7 @@ class Found(NamedTuple):
         if self.computed is None or not can_carry(self.before):
             return f"{where}, and found {key_of(self.before)} there"
         (*kind, was), (*now, sizes) = facts_of(self.before), self.computed.facts
-        if kind != now or len(was) != len(sizes) or all(a in (b, "1") for a, b in zip(was, sizes, strict=True)):
+        if kind != now or len(was) != len(sizes) or _fit(was, sizes, broadcast="1"):
             return None
         return (
             f"{where}, of shape [{', '.join(sizes)}], and found [{', '.join(was)}] there: it is another at each call"
@@ -58,6 +60,12 @@ class Found(NamedTuple):
         """Whether two are in one container, or attributes of one object."""
         mine, its = self.place, other.place
         return mine.keys[:-1] == its.keys[:-1] and (mine.slot is its.slot if mine.keys else mine.owner is its.owner)
+
+
+def _fit(was: Sequence[str], sizes: Sequence[str], broadcast: str = "") -> bool:
+    """Whether sizes are what they were, or follow from those that vary; what was ``broadcast`` was another once."""
+    pairs = zip(was, sizes, strict=False)
+    return len(was) == len(sizes) and all(a in (b, broadcast) or not b.isdecimal() for a, b in pairs)
 
 
 def changing(path: str, owner: Owner, slot: Slot, pattern: Any, later: Any = MISSING) -> list[Found]:

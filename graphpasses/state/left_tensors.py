@@ -118,10 +118,12 @@ class Left:
         for slot, pattern in self._marked():
             slot.left = pattern
 
-    def for_first_calls(self) -> Left:
-        """Lets the places have what they had, and nothing else."""
+    def for_first_calls(self, is_input: Callable[[Owner, Slot], bool]) -> Left:
+        """Lets the places have what they had, and nothing else, but for those that are inputs of the step."""
+        inputs = {id(slot) for owner, slot in self.places.values() if is_input(owner, slot)}
         for slot, _ in self._marked():
-            slot.left, slot.is_cache = MISSING, False
+            if id(slot) not in inputs:
+                slot.left, slot.is_cache = MISSING, False
         return replace(self, is_first=True)
 
     def _marked(self) -> list[tuple[Slot, Any]]:

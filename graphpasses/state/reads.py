@@ -51,6 +51,7 @@ class Reads:
         self._found: Any = MISSING  # what was read last
         self._ignored: set[tuple[int, str]] = set()
         self._carried: dict[tuple[int, Any], Key] = {}
+        self._inputs: set[tuple[int, Any]] = set()
         self._classes: set[type] = {nn.Module}
         self._codes: dict[int, tuple[CodeType, bool]] = {}  # that ran, and whether they are the user's
         self._nested: set[int] = set()  # the ids of code in these
@@ -83,6 +84,11 @@ class Reads:
         """Notes what stands in places, which is no constant of the step."""
         for owner, name in ((place.owner.value, place.slot.name) for place in places):
             self._carried[id(owner), name] = key_of(read(owner, name))
+        self._inputs = {(id(place.owner.value), place.slot.name) for place in places if not place.keys}
+
+    def is_input(self, owner: Owner, slot: Slot) -> bool:
+        """Whether the step reads all that stands there as an input."""
+        return (id(owner.value), slot.name) in self._inputs
 
     @contextmanager
     def watched(self) -> Iterator[None]:

@@ -95,6 +95,7 @@ def test_tensors_in_containers_are_put_back() -> None:
 class CountingSGD(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.param_groups[0].setdefault("history", []).append(len(self.state))
+        self.state["steps"] = self.state.get("steps", 0) + 1  # type: ignore[index, call-overload]
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter].setdefault("seen", []).append(1)
         super().step(closure)
@@ -106,11 +107,13 @@ def test_containers_of_optimizers_in_backward_are_put_back() -> None:
     (optimizer,) = model.weight._in_backward_optimizers  # type: ignore[attr-defined]
     history: list[int] = optimizer.param_groups[0].setdefault("history", [])
     seen = optimizer.state[model.weight]["seen"] = [0]
+    optimizer.state["steps"] = 5
     graphpasses.check_compiled(loss_fn, graphpasses.compile(model, inner="aot_eager"), torch.rand(SIZES))
     assert optimizer.param_groups[0]["history"] is history
     assert history == []
     assert optimizer.state[model.weight]["seen"] is seen
     assert seen == [0]
+    assert optimizer.state["steps"] == 5
 
 
 class GivenTwice(nn.Module):

@@ -280,6 +280,29 @@ def test_begun_again() -> None:
     assert len(step.captures) == 2
 
 
+def of_sizes(step: Any, model: Any) -> list[Tensor]:
+    found = []
+    for size in (3, 3, 5, 5, 2, 2, 7, 7, 4, 4):
+        x = torch.linspace(-1, 1, 4 * size).view(size, 4)
+        model.state = model.state if model.state is not None and len(model.state) == size else None
+        found.append(step(model, x))
+    return found
+
+
+def test_sizes_follow_those_of_the_batch() -> None:
+    def loss_fn(model: Any, x: Tensor) -> Tensor:
+        out = model(x if model.state is None else x + model.state)
+        model.state = out.detach()
+        return out.square().mean()
+
+    eager, model = linear(), linear()
+    eager.state = model.state = None
+    shapes = ({0: torch.export.Dim("size", min=2, max=64)},)
+    step = capture_train_step(loss_fn, model, batches()[0], dynamic_shapes=shapes)
+    assert equal(of_sizes(lambda _, x: step(x), model), [each.detach() for each in of_sizes(loss_fn, eager)])
+    assert len(step.captures) == 2
+
+
 def test_a_tensor_that_a_loop_replaces() -> None:
     """It becomes an input, as a number does, and stays the loop's own."""
     model, eager = linear(), linear()
