@@ -130,35 +130,37 @@ def _views_of(
     """
     firsts: dict[int, fx.Node] = {}
     first = {node: firsts.setdefault(id(node.meta["val"]), node) for node in of_input}
-    pending, views = [first[value] for value in outputs if value in first], set[fx.Node]()
-    while pending:
-        if (node := pending.pop()) not in views and node.op != "placeholder":
-            views.add(node)
-            parts = () if isinstance(node.meta["val"], torch.Tensor) else node.users
-            pending += [first.get(each, each) for each in (*node.all_input_nodes, *parts)]
-    uses, viewed = defaultdict[fx.Node, list[fx.Node]](list), defaultdict[fx.Node, list[fx.Node]](list)
+    views = _on_the_way(first, outputs)
+    uses, viewed = defaultdict[fx.Node, list[fx.Node]](list), defaultdict[fx.Node, set[fx.Node]](set)
     for node in of_input:
         for user in node.users:
             if (by := first.get(user, user)) in views:
-                viewed[first[node]].append(by)
+                viewed[first[node]].add(by)
             elif has_gradient(user) and by is not first[node]:
                 uses[first[node]].append(user)
     sources = {view: [first.get(each, each) for each in view.all_input_nodes] for view in sorted(views & {*moves})}
     others = {view: [u for s in of for u in uses[s]] if has_gradient(view) else [] for view, of in sources.items()}
+
+    def can_make(view: fx.Node, made: Collection[fx.Node]) -> bool:
+        return all(each in made or each.op == "placeholder" for each in sources[view])
+
     early, end = {given}, given.graph.output_node()
-    for view, of in sources.items():
-        if view < min(others[view], default=end) and all(each in early or each.op == "placeholder" for each in of):
+    for view in sources:
+        if view < min(others[view], default=end) and can_make(view, early):
             early.add(view)
-    late = {
-        each
-        for each in sources
-        if follows and each not in early and not uses[each] and each > max(others[each], default=given)
-    }
-    while gone := {
-        view
-        for view in late
-        if not late.issuperset({*viewed[view]} - {view})
-        or not all(each in early | late or each.op == "placeholder" for each in sources[view])
-    }:
+    late = {view for view in sources if view not in early and not uses[view]} if follows else set()
+    late = {view for view in late if view > max(others[view], default=given)}
+    while gone := {v for v in late if not late.issuperset(viewed[v] - {v}) or not can_make(v, early | late)}:
         late -= gone
     return {node: each for node, each in first.items() if each in early | late}, late
+
+
+def _on_the_way(first: Mapping[fx.Node, fx.Node], outputs: Sequence[Any]) -> set[fx.Node]:
+    """Returns what makes the outputs of an input, whose nodes come with the ``first`` that is the same tensor."""
+    pending, views = [first[value] for value in outputs if value in first], set[fx.Node]()
+    while pending:
+        if (node := pending.pop()) not in views and node.op != "placeholder":
+            views.add(node)
+            parts = () if isinstance(node.meta["val"], torch.Tensor) else node.users  # of a list of views
+            pending += [first.get(each, each) for each in (*node.all_input_nodes, *parts)]
+    return views
