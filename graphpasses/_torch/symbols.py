@@ -134,8 +134,8 @@ def learn_no_more(graph: fx.Graph) -> None:
 
     What was asked while it was traced is asked of each batch again; what a pass asks is not.
     """
-    mode = detect_fake_mode([node.meta.get("val") for node in graph.find_nodes(op="placeholder")])
-    shape_env: Any = None if mode is None else mode.shape_env
+    values = (node.meta.get("val") for node in graph.find_nodes(op="placeholder"))
+    shape_env: Any = next((each.fake_mode.shape_env for each in values if isinstance(each, FakeTensor)), None)
 
     def untold(ask: Callable[..., Any]) -> Callable[..., Any]:
         def answer(*args: Any, **kwargs: Any) -> Any:
