@@ -69,6 +69,7 @@ class Decisions:
         self._values: dict[Symbol, Any] = {}
         self._decisions: list[Decision] = []
         self._asserted: set[sympy.Basic] = set()  # of what only running tells
+        self._by_parameters: dict[Symbol, str] = {}  # what follows from parameters, and where it is asked for
         self._traced: Any = None
         self._refusal = ""
         try:
@@ -79,10 +80,7 @@ class Decisions:
                 self.guards = self._make_guards(traced)
         except traced_symbols.UNDECIDED as error:
             where = self._refusal or f"{line_of(error)}, and that value cannot be computed before the step"
-            raise CaptureError(
-                f"loss_fn decides by a tensor's value (int(tensor), bool(tensor), a comparison) at {where}. A "
-                f"captured step decides by values of the batch, of buffers and of constants alone. {NO_DECISION}"
-            ) from error
+            raise _undecided(where) from error
         except traced_symbols.UNTRACEABLE as error:
             raise CaptureError(
                 f"loss_fn calls {error.func} at {line_of(error)}, which cannot be traced: the shape of its result "
@@ -106,11 +104,20 @@ class Decisions:
         if node is not None and (certain := certain_value(node)) is not None:
             self._values[symbol] = certain
             return certain
-        if (reason := self._slices.refusal(symbol)) is None:
+        reason = self._slices.refusal(symbol)
+        if reason is not None and node is not None:
+            if reads_bool(node) and (truth := checked_truth()) is not None:
+                assert_truth(node, truth, user_line())
+                self._values[symbol] = truth
+                return truth
+            if len(self._by_parameters) < _MAX_BY_PARAMETERS and self._slices.allow(symbol):
+                self._by_parameters[symbol] = f"{user_line()}, and that value {reason}"
+                reason = None
+        if reason is None:
             nodes = self._slices.nodes([symbol])
             written = {node.name for node in self._slices.written(nodes)}
             given = {node: value for node, (_, value) in zip(self._slices.placeholders, self._inputs, strict=True)}
-            given |= {node: self._slices.stand_ins[node] for node in nodes if node in self._slices.stand_ins}
+            given |= {node: like for node in nodes if (like := self._slices.stand_in(node)) is not None}
             with outside_tracing(), torch.no_grad():
                 *_, (node, result) = run_nodes(traced.root, traced.graph, nodes, given, written)
                 value = value_at(result, bound_symbols(node)[symbol])
@@ -121,10 +128,6 @@ class Decisions:
                 self._values[symbol] = value
                 return value
             reason = f"is {value}"
-        elif node is not None and reads_bool(node) and (truth := checked_truth()) is not None:
-            assert_truth(node, truth, user_line())
-            self._values[symbol] = truth
-            return truth
         self._refusal = f"{user_line()}, and that value {reason}"
         return None
 
@@ -168,6 +171,7 @@ class Decisions:
         ]
         if self._carried:
             self._refuse_carried((*self._decisions, *told))
+        self._refuse_numbers((*self._decisions, *told))
         by_condition = {decision.condition: decision for decision in reversed((*self._decisions, *told))}
         decisions = [
             decision
@@ -183,7 +187,7 @@ class Decisions:
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         for node in nodes:
-            if (like := self._slices.stand_ins.get(node)) is not None:
+            if (like := self._slices.stand_in(node)) is not None:
                 options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
                 copies[node] = graph.call_function(aten.zeros.default, ([*like.shape],), options)
                 continue
@@ -235,6 +239,17 @@ class Decisions:
                     names[source],
                 )
 
+    def _refuse_numbers(self, decisions: Iterable[Decision]) -> None:
+        """Raises where a number that follows from parameters does more than to be above or below another: each value
+        would be a capture of its own.
+        """
+        for symbol, where in self._by_parameters.items():
+            node, _ = self._slices.bound[symbol]
+            found = [each.condition for each in decisions if symbol in each.condition.free_symbols]
+            is_number = not reads_bool(node) and any(each.has(sympy.Eq, sympy.Ne) for each in found)
+            if is_number:
+                raise _undecided(where)
+
     def _assert_unknown(self, decision: Decision) -> bool:
         """Lets the step assert what was taken for true of numbers that only running tells, once all are there.
 
@@ -263,6 +278,18 @@ class Decisions:
                     condition = sympy.Eq(symbol, size)
                 found.append(Decision(condition, f"dim {dim} of {item.fqn}"))
         return found
+
+
+# Each has two answers: at most eight captures have them all.
+_MAX_BY_PARAMETERS = 3
+
+
+def _undecided(where: str) -> CaptureError:
+    return CaptureError(
+        f"loss_fn decides by a tensor's value (int(tensor), bool(tensor), a comparison) at {where}. A captured step "
+        "decides by values of the batch, of buffers and of constants, and thrice by whether what parameters compute "
+        f"is above or below something. {NO_DECISION}"
+    )
 
 
 def _state(model: nn.Module) -> Iterator[tuple[GraphInput, torch.Tensor]]:

@@ -44,10 +44,13 @@ class Slices:
         self._memory: dict[fx.Node, set[Any]] = {}
         self._writers: dict[Any, list[fx.Node]] = {}
         self._unknown: dict[Any, str] = {}  # by node, or memory, why it cannot be computed
+        self._of_parameters: set[str] = set()  # of these, the reasons that it follows from parameters, which it may
+        self._allowed: set[Symbol] = set()  # that follow from parameters, and are computed nevertheless
+        self._computed: set[fx.Node] = set()  # for these, be there stand-ins or not
         # Calls that cannot be computed, but whose sizes can. Of what is unknown of their arguments the shape counts:
         # any tensor of it stands in.
         self._sized: set[fx.Node] = set()
-        self.stand_ins: dict[fx.Node, torch.Tensor] = {}
+        self._stand_ins: dict[fx.Node, torch.Tensor] = {}
 
     def follow(self, graph: fx.Graph) -> None:
         """Looks at what was traced since the last time."""
@@ -90,11 +93,17 @@ class Slices:
         if is_known:
             with outside_tracing():
                 for each, value in shapes.items():  # of one element, be it as large as an embedding
-                    self.stand_ins[each] = torch.zeros((), dtype=value.dtype, device=value.device).expand(value.shape)
+                    self._stand_ins[each] = torch.zeros((), dtype=value.dtype, device=value.device).expand(
+                        value.shape
+                    )
         return is_known
 
     def _why_unknown(self, node: fx.Node) -> str | None:
-        return next((self._unknown[key] for key in (node, *self._memory[node]) if key in self._unknown), None)
+        return self._worst(self._unknown[key] for key in (node, *self._memory[node]) if key in self._unknown)
+
+    def _worst(self, reasons: Iterable[str]) -> str | None:
+        """Returns one of several reasons, of parameters the last; None of none."""
+        return min(reasons, key=self._of_parameters.__contains__, default=None)
 
     def bind(self, symbol: Symbol, node: fx.Node, path: Any) -> None:
         """Notes that a symbol is at a place of a node's value, unless another node brought it."""
@@ -114,23 +123,46 @@ class Slices:
         if node.op == "placeholder":
             item, value = self._inputs[len(self.placeholders) - 1]
             if item.kind is InputKind.PARAMETER:
-                return f"depends on parameter {item.fqn!r}"
+                reason = f"depends on parameter {item.fqn!r}"
+                self._of_parameters |= set() if is_fake(value) else {reason}
+                return reason
             return f"depends on {item.fqn}, a fake tensor" if is_fake(value) else None
+        reasons = []
         for other in node.all_input_nodes:
-            if (reason := self._why_unknown(other)) is not None:
+            if (why := self._why_unknown(other)) is not None:
                 is_of_shapes = str(node.target) in _SHAPED_LIKE and other is node.args[0]
                 if not (is_of_shapes and self._give_stand_ins([other])):
-                    return reason
+                    reasons.append(why)
         if effects.has_hidden_state:
-            return f"depends on random numbers ({node.target})"
-        return None if effects.group is None else f"depends on what other ranks send ({node.target})"
+            reasons.append(f"depends on random numbers ({node.target})")
+        if effects.group is not None:
+            reasons.append(f"depends on what other ranks send ({node.target})")
+        return self._worst(reasons)
 
     def refusal(self, symbol: Symbol) -> str | None:
         """Returns why the value of a symbol cannot be computed before a step; None if it can."""
         if symbol not in self.bound:
             return "cannot be computed before the step"
-        node = self.bound[symbol][0]
-        return None if self.is_size_of_input(symbol) or node in self._sized else self._unknown.get(node)
+        node, is_known = self.bound[symbol][0], self.is_size_of_input(symbol) or symbol in self._allowed
+        return None if is_known or node in self._sized else self._unknown.get(node)
+
+    def allow(self, symbol: Symbol) -> bool:
+        """Lets a value of a tensor that follows from parameters be computed before a step; whether it can."""
+        node, _ = self.bound[symbol]
+        if node.target is not aten._local_scalar_dense.default or self._unknown.get(node) not in self._of_parameters:
+            return False
+        self._allowed.add(symbol)
+
+        def sources(each: fx.Node) -> list[fx.Node]:
+            is_computed = each not in self._stand_ins or self._why_unknown(each) in self._of_parameters
+            return self._sources(each) if is_computed else []
+
+        self._computed |= {each for each in reach([node], sources) if self._why_unknown(each) in self._of_parameters}
+        return True
+
+    def stand_in(self, node: fx.Node) -> torch.Tensor | None:
+        """Returns what is read in the place of a node, whose shape counts alone; None of one that is computed."""
+        return None if node in self._computed else self._stand_ins.get(node)
 
     def can_vary(self, symbols: Iterable[Symbol]) -> bool:
         """Whether the values of symbols can be computed before a step, and may differ from step to step."""
@@ -156,14 +188,15 @@ class Slices:
         """Returns the nodes that the values of symbols follow from, in order."""
 
         def sources(node: fx.Node) -> list[fx.Node]:
-            if node in self.stand_ins:
-                return []
-            readers = [*node.all_input_nodes, *([] if node in self._sized else [node])]
-            memory = {key for other in readers if other not in self.stand_ins for key in self._memory[other]}
-            writers = (writer for key in memory for writer in self._writers.get(key, ()))
-            return [*node.all_input_nodes, *(writer for writer in writers if writer < node)]
+            return self._sources(node) if self.stand_in(node) is None else []
 
         return sorted(reach([self.bound[symbol][0] for symbol in symbols], sources))
+
+    def _sources(self, node: fx.Node) -> list[fx.Node]:
+        readers = [*node.all_input_nodes, *([] if node in self._sized else [node])]
+        memory = {key for other in readers if self.stand_in(other) is None for key in self._memory[other]}
+        writers = (writer for key in memory for writer in self._writers.get(key, ()))
+        return [*node.all_input_nodes, *(writer for writer in writers if writer < node)]
 
     def written(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
         """Returns the placeholders and constants that nodes write in place."""

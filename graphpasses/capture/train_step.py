@@ -35,9 +35,10 @@ from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.fsdp.canonical import CLIP_NOTE
 from graphpasses.fsdp.plan import BucketPlan, premultiplied_note
 from graphpasses.gc_pause import paused_gc
-from graphpasses.graph import CapturedStep, get_state
+from graphpasses.graph import CapturedStep, InputKind, get_state
 from graphpasses.graph.batch import check_leaf, same_leaves
 from graphpasses.graph.batch_structure import BatchStructure
+from graphpasses.graph.guards import BY_PARAMETERS
 from graphpasses.graph.launches import launches_as_traced
 from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.recapture import FailedElsewhereError
@@ -236,6 +237,8 @@ def _capture(
             step.note(CLIP_NOTE)
         if step.hook_order:
             step.note(NOTE)
+        if step.guards is not None and any(item.kind is InputKind.PARAMETER for item in step.guards.inputs):
+            step.note(BY_PARAMETERS.format(step.guards.num_operators))
         source = find_update(step, optimizers, clip_norm)
         if source is not None:
             stage("traces the optimizer's step")

@@ -24,6 +24,11 @@ NO_DECISION = (
     "for max(x.item(), 1) and x.exp() for math.exp(x.item()), or torch.where; or return x, and decide after the step"
 )
 """What to write instead of a decision."""
+BY_PARAMETERS = (
+    "loss_fn decides by what parameters compute: each call computes that first, by {} operators, and then runs the "
+    "step; torch.where, or a decision behind the step, spares it"
+)
+"""What a step says that does."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,11 @@ class Guards:
     decisions: tuple[Decision, ...]  # in the order in which they fell
     captured: Mapping[Symbol, Any]  # the values that the step was captured with
     sizes: frozenset[Symbol] = frozenset()  # those of the symbols that are sizes of the batch
+
+    @property
+    def num_operators(self) -> int:
+        """How many operators compute the values that were decided by."""
+        return sum(node.op == "call_function" for node in self.module.graph.nodes)
 
     def difference(self, value_of: Callable[[GraphInput], Any]) -> str | None:
         """Says which decision is the first that falls otherwise for what inputs carry now; None if there is none."""

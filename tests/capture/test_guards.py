@@ -316,7 +316,10 @@ def test_without_recapture() -> None:
 
 # ---- what is refused -----------------------------------------------------------------------------------------
 
-RULE = f". A captured step decides by values of the batch, of buffers and of constants alone. {NO_DECISION}"
+RULE = (
+    ". A captured step decides by values of the batch, of buffers and of constants, and thrice by whether what "
+    f"parameters compute is above or below something. {NO_DECISION}"
+)
 
 
 def assert_refused(loss_fn: Loss, offset: int, reason: str, *args: Any) -> None:
@@ -326,10 +329,10 @@ def assert_refused(loss_fn: Loss, offset: int, reason: str, *args: Any) -> None:
     )
 
 
-def test_decided_by_a_parameter() -> None:
+def test_decided_by_a_value_of_a_parameter() -> None:
     def loss_fn(model: nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         y = model(x).sum()
-        return y if y > 0 else -y
+        return y * int(y)
 
     assert_refused(loss_fn, 2, "depends on parameter 'layer.bias'")
 
@@ -338,7 +341,7 @@ def test_decided_by_what_a_parameter_was_written_to() -> None:
     def loss_fn(model: nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         counts = torch.zeros(3)
         counts[:2].copy_(model.layer.bias.detach())
-        return model(x).sum() * (2 if counts[2] > 0 else 3)
+        return model(x).sum() * (2 if counts[2].item() == 0 else 3)
 
     assert_refused(loss_fn, 3, "depends on parameter 'layer.bias'")
 

@@ -117,7 +117,7 @@ def fail_alone() -> str:
         loss = loss_fn(model, x, mask)
         if mask.all():
             return loss
-        return loss * 2 if dist.get_rank() != 1 or loss > 0 else loss
+        return loss * 2 if dist.get_rank() != 1 or torch.rand([]) > 0.5 else loss
 
     model, _ = models()
     step = capture_train_step(failing, model, *batch(0, is_full=True))
@@ -151,7 +151,7 @@ def test_ranks_that_decide_differently() -> None:
         assert rest == "Capture it with recapture=True, or capture a step for each of these cases"
         assert seen["decide alone"] == [(True, 1), (True, 2), (True, 2)]
         if rank == 1:
-            assert "depends on parameter" in seen["fail alone"]
+            assert "depends on random numbers" in seen["fail alone"]
         else:
             assert seen["fail alone"] == ("another rank could not capture the step again; its message says why")
 

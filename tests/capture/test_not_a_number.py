@@ -68,8 +68,12 @@ def test_a_number_of_parameters() -> None:
         norm = model.weight.norm().item()
         return model(x).sum() / (norm if norm == norm else 1.0)
 
-    with pytest.raises(CaptureError, match="and that value depends on parameter 'weight'"):
-        capture_train_step(loss_fn, nn.Linear(2, 1), X)
+    step = capture_train_step(loss_fn, model := nn.Linear(2, 1), X)
+    assert same_bits(step(X), loss_fn(model, X).detach())
+    with torch.no_grad():
+        model.weight[0, 0] = math.nan
+    with pytest.raises(CaptureError, match=r"a comparison.*, and that value is nan"):
+        step(X)
 
 
 @pytest.mark.parametrize("is_special", [is_unequal, is_below_more, is_lost, is_no_distance])
