@@ -21,6 +21,7 @@ from graphpasses._torch.in_place_collectives import collectives_with_waits
 from graphpasses._torch.module_answers import answers_as_in_eager, mark_parameters
 from graphpasses._torch.module_hooks import accumulation_hooks, give_gradient_hooks
 from graphpasses._torch.operator_calls import OperatorCalls
+from graphpasses._torch.operator_facts import read_tensors
 from graphpasses._torch.recorded_operator import Operator
 from graphpasses._torch.schemas import is_tensor_subclass
 from graphpasses._torch.step_tracer import TRACING, TracedFunction, held_traced, trace_with_torch
@@ -194,11 +195,12 @@ def trace_step(
             replacing = left_tensors.trained()
             returned, others = Returned.of(result)
             parameters = list(dict.fromkeys(named.values()))
-            found["trained_outside"] = _outside_leaves(loss, parameters)
+            outside = _outside_leaves(loss, parameters)
+            found["trained_outside"] = [each for each in outside if not any(map(is_fake, read_tensors(each)))]
             # In this thread alone calls are seen.
             with torch.autograd.set_multithreading_enabled(False), reads.running(), record:
                 if fsdp_groups(model):  # FSDP2 looks for gradients where backward leaves them
-                    with _gradients_put_back(found["trained_outside"]):
+                    with _gradients_put_back(outside):
                         loss.backward()
                     if read := [fqn for fqn, parameter in filled().items() if parameter in reductions.reduced]:
                         raise CaptureError(_READ_SHARD.format(read[0]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from dataclasses import replace as replace_fields
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
@@ -152,17 +152,22 @@ def _resized(node: fx.Node) -> str:
     if mode is None:
         return ""
 
+    def value_of(each: fx.Node) -> Any:
+        return each.meta.get("val")
+
     def without_room(each: fx.Node) -> Any:
-        value: Any = each.meta.get("val")
-        if each not in outs:
-            return value
+        value = value_of(each)
         with mode:
             return torch.empty(0, dtype=value.dtype, device=value.device)
 
-    args, kwargs = cast(Any, fx.node.map_arg((node.args, node.kwargs), without_room))
+    # What is written into may be read, too.
+    named = {argument.name for argument, _ in given if argument.is_out}
+    args: Any = fx.node.map_arg(node.args, value_of)
+    written = {name: without_room if name in named else value_of for name in node.kwargs}
+    kwargs = {name: fx.node.map_arg(value, written[name]) for name, value in node.kwargs.items()}
     made = [fake.shape for fake, _ in leaves(fake_call(mode, node.target, args, kwargs))]
-    named = zip(outs, made, strict=False)
-    return next((each.name for each, shape in named if each.meta["val"].shape != shape), "")
+    pairs = zip(outs, made, strict=False)
+    return next((each.name for each, shape in pairs if each.meta["val"].shape != shape), "")
 
 
 @strides_of_kernels()
