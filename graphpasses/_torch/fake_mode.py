@@ -343,12 +343,12 @@ def fake_call_for_all_sizes(
             raise _UndecidedError
         return found
 
-    replaced = mock.patch.multiple(shape_env, evaluate_expr=known, guard_or_defer_runtime_assert=known)
+    cached = {} if shape_env.backed_var_to_val else shape_env.fake_tensor_cache  # one may have decided by a hint
+    asked: Any = {"evaluate_expr": known, "guard_or_defer_runtime_assert": known, "fake_tensor_cache": cached}
     # torch logs what its functions for fake tensors raise.
     silent = mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
-    afresh: Any = mock.patch.object(shape_env, "fake_tensor_cache", {})  # which may have decided by a hint
     try:
-        with replaced, silent, afresh:
+        with mock.patch.multiple(shape_env, **asked), silent:
             return fake_call(mode, target, args, kwargs)
     # Ours, or what an operator makes of it; or that of a call that cannot be. Nothing is known then, or proved.
     except Exception:

@@ -114,6 +114,12 @@ def each_size_its_own() -> AbstractContextManager[None]:
     return _config.patch(use_duck_shape=False)  # type: ignore[attr-defined, no-any-return]
 
 
+def have_symbols(values: Iterable[Any]) -> bool:
+    """Whether sizes of tensors, or numbers among values, are symbols."""
+    parts = (part for value in values for part in (value, *getattr(value, "shape", ())))
+    return any(isinstance(part, torch.SymInt) for part in parts)
+
+
 def size_symbol(size: int | torch.SymInt) -> sympy.Symbol | None:
     """Returns the symbol that a dim of an input was given; None if it is a number."""
     # `node.expr` may be another's, which torch found to be equal since.

@@ -165,7 +165,7 @@ def fake_value(node: fx.Node) -> Any:
     if node.target is operator.getitem and isinstance(args[0], (list, tuple)):
         return args[0][args[1]]
     mode = fake_mode_of(args, kwargs)
-    if mode is None:  # numbers know none, and a call without inputs may draw
+    if mode is None and any(isinstance(each, torch.SymFloat) for each in args):  # which knows no mode
         mode = fake_mode_of([each.meta.get("val") for each in node.graph.find_nodes(op="placeholder")])
     if mode is None:
         return node.target(*args, **kwargs)

@@ -126,7 +126,7 @@ class Calls(Memory):
             found = self._read(argument(node))
         elif target == aten.copy.default and (copied := self._copied(node)) is not None:
             found = copied
-        elif node not in self._facts.guessed and self._has_known_sizes(node):
+        elif self._has_known_sizes(node):
             args, kwargs = self._read_all(target, node)
             if target == aten.constant_pad_nd.default:
                 kwargs["origin"] = origin_of_padding(node, self._inputs)
@@ -144,7 +144,8 @@ class Calls(Memory):
         return found
 
     def _has_known_sizes(self, node: fx.Node) -> bool:
-        return all(place is not None and place.view.is_known for place in self._facts.places[node])
+        is_guess = self._facts.varies and node in self._facts.guessed  # a number may be one of many sizes
+        return not is_guess and all(place is not None and place.view.is_known for place in self._facts.places[node])
 
     def _made_by(self, node: fx.Node) -> Made | list[Made]:
         """Returns what rules are told of a node's results, whose sizes are known."""
@@ -188,8 +189,8 @@ class Calls(Memory):
         """Whether a view's arguments say of all its sizes but the first what its fake value says."""
         (place,) = self._facts.places[node][:1] or [None]
         sizes: Any = node.args[1] if node.target == aten.view.default and len(node.args) > 1 else None
-        if place is None or not sizes or (type(sizes[0]) is int and sizes[0] != -1):  # of other numbers it fails
-            return False
+        if place is None or not sizes or (self._facts.varies and type(sizes[0]) is int and sizes[0] != -1):
+            return False  # with another number of rows it fails
         return tuple(sizes[1:]) == row_shape(place.view)
 
     def _read_all(self, target: Any, node: fx.Node) -> Call:

@@ -246,7 +246,7 @@ class Evaluation(Arrivals):
         """Returns the value of a size."""
         (of, *dim), named = self._arguments(node)
         given = self._argument(of)
-        is_sure = isinstance(fake, (int, torch.SymInt)) and node not in self._facts.guessed
+        is_sure = isinstance(fake, (int, torch.SymInt)) and not (self._facts.varies and node in self._facts.guessed)
         size = known_size(fake) if is_sure else None
         key = (size,) if type(size) is int else (str(node.target), given, *dim, freeze(named))
         return self.opaque(node, fake, ("size", *key))

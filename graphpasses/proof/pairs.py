@@ -146,7 +146,7 @@ def _why_no_rule(node: fx.Node, *, calls_methods: bool) -> str:
 
 def _resized(node: fx.Node) -> str:
     """Returns what a call is given to write its results into (``out=``) that has not their shapes; or nothing."""
-    given = given_arguments(node) if getattr(node.target, "namespace", "") == "aten" else ()
+    given = [*given_arguments(node)] if getattr(node.target, "namespace", "") == "aten" else []
     outs = [each for argument, value in given if argument.is_out for each in nodes_in(value)]
     mode = fake_mode_of([each.meta.get("val") for each in node.all_input_nodes]) if outs else None
     if mode is None:

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphpasses._torch.fake_mode import fake_call, fake_call_for_all_sizes, fake_mode_of, is_fake
 from graphpasses._torch.schemas import is_operator, returns_alias
+from graphpasses._torch.symbols import have_symbols
 from graphpasses.errors import ProofError
 from graphpasses.graph import WAIT
 from graphpasses.graph.nodes import attribute, freeze, named_call
@@ -55,7 +56,8 @@ class Facts:
         self._shared: dict[Hashable, Leaf] = {}
         self._stale: set[fx.Node] = set()  # whose strides follow from others than they did, and are not known
         self.guessed: set[fx.Node] = set()  # of whose shape it is known only what the node says
-        self._mode = fake_mode_of(*(node.meta.get("val") for node in graph.find_nodes(op="placeholder")))
+        inputs = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
+        self._mode, self.varies = fake_mode_of(*inputs), have_symbols(inputs)
         for node in graph.nodes:
             if node.op == "output":
                 continue
@@ -135,10 +137,10 @@ class Facts:
             if node.target is operator.getitem and isinstance(args[0], (list, tuple)):
                 return args[0][args[1]]
             mode = fake_mode_of(args, kwargs) or self._mode
-            varies = any(map(_depends_on_data, (given, *map(self.values.__getitem__, node.all_input_nodes))))
+            inputs = node.all_input_nodes if self.varies else []  # where a number may be one of many sizes
+            varies = any(map(_depends_on_data, (given, *map(self.values.__getitem__, inputs))))
             found = mode and (fake_call_for_all_sizes if varies else fake_call)(mode, node.target, args, kwargs)
-            is_guess = found is None or not self.guessed.isdisjoint(node.all_input_nodes)
-            return self._guessed(node) if is_guess else found
+            return self._guessed(node) if found is None or not self.guessed.isdisjoint(inputs) else found
         except Exception as error:
             if not is_operator(node.target) and node.target is not operator.getitem:  # functions may need more
                 return self._guessed(node)
