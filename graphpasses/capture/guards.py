@@ -42,8 +42,9 @@ class Decisions:
     """The decisions that ``loss_fn`` takes by values of tensors, and by sizes that vary, while it is traced.
 
     A value may decide that follows from the batch, from buffers and from constants: it can be computed before each
-    step. One that follows from parameters, random numbers or other ranks is refused. ``leaves`` are the batch's, each
-    with its path; ``varying`` are its dims that vary, ``carried`` those of the paths whose numbers forward changes.
+    step. So can some that follow from parameters; others, and what follows from random numbers or other ranks, are
+    refused. ``leaves`` are the batch's, each with its path; ``varying`` are its dims that vary, ``carried`` those of
+    the paths at which each call finds something else.
     """
 
     def __init__(

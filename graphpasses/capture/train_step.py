@@ -36,7 +36,7 @@ from graphpasses.fsdp.canonical import CLIP_NOTE
 from graphpasses.fsdp.plan import BucketPlan, premultiplied_note
 from graphpasses.gc_pause import paused_gc
 from graphpasses.graph import CapturedStep, InputKind, get_state
-from graphpasses.graph.batch import check_leaf, same_leaves
+from graphpasses.graph.batch import check_leaf
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.guards import BY_PARAMETERS
 from graphpasses.graph.launches import launches_as_traced
@@ -47,6 +47,7 @@ from graphpasses.graph.unsharded import check_written_groups
 from graphpasses.progress import stage, stages_shown
 from graphpasses.state.carried import NONE_CARRIED, Carried, CarriedError
 from graphpasses.state.kept_tensors import refuse_kept_tensors
+from graphpasses.state.keys import same_tensors
 from graphpasses.state.left_tensors import modes_of
 from graphpasses.state.optimizers import Optimizers
 from graphpasses.state.snapshot import Snapshot, check_unsharded
@@ -109,9 +110,9 @@ def capture_train_step(
     Raises:
         CaptureError: the loss is not a scalar tensor that depends on a trainable parameter; ``loss_fn`` calls
             ``backward``, runs under autocast, or decides by a value that does not follow from the batch, buffers and
-            constants alone; the batch holds something else than tensors and plain values, or a tensor that requires a
-            gradient; the model is on meta or has an LSTM that runs in oneDNN; or a captured step would train
-            otherwise than eager, see the limits in the documentation.
+            constants, nor is one of three comparisons of what parameters compute; the batch holds something else than
+            tensors and plain values, or a tensor that requires a gradient; the model is on meta or has an LSTM that
+            runs in oneDNN; or a captured step would train otherwise than eager, see the limits in the documentation.
         FidelityError: eager calls other operators than the traced step, or the same on other values.
         AgreementError: ranks were given different ``clip_norm``, ``recapture`` or ``check_every``, or optimizers of
             different classes; or their steps launch different collectives.
@@ -171,7 +172,7 @@ def _capture(
         refuse_model(model)
         structure = BatchStructure.of(batch, TORCHREC)
         structure, leaves = replace(structure, shared=structure.shared_in(batch)), structure.leaves(batch)
-        structure = replace(structure, same=same_leaves(leaves))
+        structure = replace(structure, same=same_tensors(leaves))
         for path, leaf in zip(structure.paths, leaves, strict=True):
             check_leaf(path, leaf)
         consensus = RankConsensus.of_model(model)

@@ -104,15 +104,6 @@ def check_leaf(path: str, leaf: Any) -> None:
         )
 
 
-def same_leaves(leaves: Sequence[Any]) -> tuple[int, ...]:
-    """Returns for each leaf the position of the first that is the same tensor; its own where none before it is."""
-    first: dict[int, int] = {}
-    return tuple(
-        first.setdefault(id(leaf), index) if isinstance(leaf, torch.Tensor) else index
-        for index, leaf in enumerate(leaves)
-    )
-
-
 def check_memory(written: Iterable[tuple[str, Any]], leaves: Iterable[tuple[str, Any]]) -> None:
     """Raises if a step writes memory that it also reads as another leaf of the batch, of which passes do not know."""
     memory = [(path, _memory(leaf)) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -13,10 +13,10 @@ from torch import nn
 
 from graphpasses._torch.fsdp2_accumulation import accumulation_set_aside
 from graphpasses.errors import AgreementError, CaptureError
-from graphpasses.graph.batch import same_leaves
 from graphpasses.graph.guards import NO_DECISION
 from graphpasses.graph.rank_consensus import FailedRanks, RankConsensus
 from graphpasses.state.carried import BuiltInError
+from graphpasses.state.keys import same_tensors
 from graphpasses.state.optimizer_checks import INSTEAD
 
 Recapture: TypeAlias = Callable[..., Any]
@@ -124,7 +124,7 @@ class GuardedCache:
     def _decided(self, step: Step, batch: tuple[Any, ...], given: Sequence[Any]) -> str | None:
         """Says what is decided otherwise than in a step."""
         structure = step.batch_structure
-        found: str | None = structure.sameness_difference(same_leaves(given), structure.shared_in(batch))
+        found: str | None = structure.sameness_difference(same_tensors(given), structure.shared_in(batch))
         if found is None and step.guards is not None:
             with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
                 found = step.guards.difference(step.value_of(given))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from graphpasses.errors import CaptureError
-from graphpasses.state.keys import MISSING, TensorFacts, key_of
+from graphpasses.state.keys import MISSING, TensorFacts, key_of, same_tensors
 from graphpasses.state.patterns import Same
 from graphpasses.state.slots import Owner, Slot, changed, read, write
 
@@ -98,7 +98,7 @@ class Carried:
     def seen(self, model: nn.Module) -> Carried:
         """Returns it with what counts of what stands there now."""
         values = self._values(model)
-        return replace(self, kinds=tuple(map(type, values)), same=_same(values))
+        return replace(self, kinds=tuple(map(type, values)), same=same_tensors(values))
 
     def that_can_be(self, model: nn.Module) -> Carried:
         """Returns those of which numbers or tensors stand there now."""
@@ -129,7 +129,7 @@ class Carried:
                 is_alike = (now.dtype, now.device, now.dim()) == (facts.dtype, facts.device, len(facts.shape))
                 if not (path in varying and is_alike and now.is_contiguous()):
                     raise changed(path, *facts.told_from(TensorFacts.of(now)))
-        for path, was, now in zip(self.paths, self.same, _same(values), strict=True):
+        for path, was, now in zip(self.paths, self.same, same_tensors(values), strict=True):
             if was != now:
                 raise changed(f"whether {path} and {self.paths[min(was, now)]} are one tensor", was < now, now < was)
 
@@ -209,13 +209,6 @@ def can_carry(value: Any) -> bool:
 def is_nothing(value: Any) -> bool:
     """Whether there is no value."""
     return value is None or value is MISSING
-
-
-def _same(values: Sequence[Any]) -> tuple[int, ...]:
-    """Returns for each value the position of the first that is the same tensor; its own of a number."""
-    first: dict[int, int] = {}
-    pairs = enumerate(values)
-    return tuple(first.setdefault(id(each), at) if isinstance(each, torch.Tensor) else at for at, each in pairs)
 
 
 def item_in(items: Any, key: Any) -> Any:

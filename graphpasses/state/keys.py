@@ -253,6 +253,15 @@ class TensorFacts:
         return f"{list(self.shape)} {self.dtype} on {self.device}, strides {list(self.strides)}{placed}"
 
 
+def same_tensors(values: Sequence[Any]) -> tuple[int, ...]:
+    """Returns for each value the position of the first that is the same tensor; its own where none before it is."""
+    first: dict[int, int] = {}
+    return tuple(
+        first.setdefault(id(value), index) if isinstance(value, torch.Tensor) else index
+        for index, value in enumerate(values)
+    )
+
+
 def narrowed(path: str, before: Key, now: Key, *, new_objects: bool) -> tuple[str, Key, Key] | None:
     """Returns the first part by which two values differ, with its path; of a dict's new items plain ones, or all."""
     if before == now:

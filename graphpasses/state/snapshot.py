@@ -100,7 +100,7 @@ class Snapshot:
         return self._seen.told() if are_any and self._seen is not None else nullcontext()
 
     def changed_values(self, model: nn.Module) -> dict[str, str | Place]:
-        """Returns where numbers are others now, by what messages call them: FQNs of attributes, or places."""
+        """Returns where numbers and tensors are others now, by what messages call them: FQNs, or places."""
         modules = {*map(id, model.modules())}
         found: dict[str, str | Place] = {}
         for owner in (*self.attributes, *self.names):

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from graphpasses import BucketPlan, capture_train_step, default_pipeline
 from graphpasses.identity import same_bits
 from graphpasses.simulate import Topology, run_cluster
+from tests.helpers.stateful import linear, mean
 
 
 def batches(num: int = 5) -> list[Tensor]:
@@ -40,16 +41,6 @@ class Recurrent(nn.Module):
         h, c = self.cell(x, self.hidden)
         self.hidden = h.detach(), c.detach()
         return h
-
-
-def mean(model: Any, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
-    return loss
-
-
-def linear() -> Any:
-    torch.manual_seed(0)
-    return nn.Linear(4, 4)
 
 
 def from_none() -> Program:

@@ -11,18 +11,9 @@ from torch import Tensor, nn
 
 from graphpasses import capture_train_step
 from graphpasses.errors import BatchMismatchError, CaptureError
+from tests.helpers.stateful import linear, mean
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
-
-
-def mean(model: Any, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
-    return loss
-
-
-def linear() -> Any:
-    torch.manual_seed(0)
-    return nn.Linear(4, 4)
 
 
 def kept(model: Any, x: Tensor, keep: Callable[[Any, Tensor], Tensor]) -> Tensor:
