@@ -38,6 +38,7 @@ def check_on_batch(loss_fn: Callable[..., Any], step: CapturedStep, batch: Seque
             "fake process group. Check a model that fully_shard has sharded, or an unsharded one"
         )
     consensus = RankConsensus.of_graph(step.graph, next(nn.Module.parameters(step.model)).device)
+    consensus.check_all_compare()
     another = FidelityError("on another rank, the step differs from eager; its message says where")
     agreed = partial(consensus.raised_together, another)
     with agreed():

@@ -147,14 +147,14 @@ class CapturedStep(TrainGraph):
         """Compares the step with eager on a batch, as the capture did, and leaves everything as it was.
 
         Both run once. Loss, gradients, parameters, buffers, the optimizer's state and the batch must then have the
-        same bits. It needs no list of what may have changed since the capture: it finds what no such list has. All
-        ranks must call it together.
+        same bits. It needs no list of what may have changed since the capture. All ranks must call it together.
 
         Args:
             batch: as for a call.
 
         Raises:
             FidelityError: on all ranks: one has other bits; that one's message says which.
+            AgreementError: other ranks did not call it within five minutes.
             CaptureError: as for a call; or there is nothing to compare with: ``loss_fn`` is not known (a step of
                 ``read_traced_result``), or eager's bits differ from run to run, or are not those of FSDP2.
 

@@ -172,9 +172,9 @@ class RankConsensus:
         """Counts a call of a step that communicates so: all ranks call their steps in one order."""
         _NUM_CALLS.update(self.groups)
 
-    def all_come(self, error: Exception) -> bool:
+    def all_come(self, error: Exception, to: str = "call", patience: timedelta | None = None) -> bool:
         """Whether all ranks come here in this call, while they have patience; each has an ``error`` that it raises
-        otherwise.
+        otherwise. ``to`` says what for: some come for one thing, and some for another.
 
         Those that do not come go on, and may wait for this one: they hear of the error. One that comes in its next
         call has sent what the others have not, and comes too late.
@@ -184,14 +184,26 @@ class RankConsensus:
         for name in self.groups:
             if not ranks_are_processes(group := named_group(name)):
                 continue
-            store, key = group_store(group), f"{_COMING} to call {_NUM_CALLS[name]}"
-            if store.add(key, 1) == group.size():
-                store.set(f"{key}, all", "")
-            rounds = range(int(min(_PATIENCE, store.timeout) / _MOMENT))
-            if not any(_is_set(store, f"{key}, all") for _ in rounds if not store.check([_HEARD])):
+            store, key = group_store(group), f"{_COMING} to {to} {_NUM_CALLS[name]}"
+            before = store.add(key, 1) - 1
+            is_here = f"{key}, all {before // group.size()}"  # they may come twice before the next call
+            if (before + 1) % group.size() == 0:
+                store.set(is_here, "")
+            rounds = range(int(min(patience or _PATIENCE, store.timeout) / _MOMENT))
+            if not any(_is_set(store, is_here) for _ in rounds if not store.check([_HEARD])):
+                store.add(key, -1)
                 return False
         failed.forget()
         return True
+
+    def check_all_compare(self) -> None:
+        """Raises on a rank that compares its step with eager where others do not: both would wait for ever."""
+        alone = AgreementError(
+            f"step.check was called on rank {dist.get_rank() if self.groups else 0}, and not on all: the step and "
+            "eager communicate. Call it on all ranks, also where one alone prints what it says"
+        )
+        if not self.all_come(alone, "check after call", _LONG_PATIENCE):
+            raise alone
 
     def _arrive(self, *, waits: bool) -> bool:
         """Says that this rank comes to a meeting; if it waits, returns whether all do while it has patience."""
@@ -251,6 +263,7 @@ _MEETING = "graphpasses: meeting"
 _COMING = "graphpasses: coming"
 _MOMENT = timedelta(seconds=0.5)
 _NUM_CALLS: Counter[str] = Counter()  # of steps, by the name of a group in which they communicate
+_LONG_PATIENCE = timedelta(minutes=5)  # of one that has sent nothing: others may write a checkpoint before
 _PATIENCE = timedelta(seconds=60)  # of a rank that failed with others that may wait for it until their timeout
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from graphpasses.capture import capture_train_step
-from graphpasses.errors import FidelityError
+from graphpasses.errors import AgreementError, FidelityError
+from graphpasses.graph import rank_consensus
 from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import default_pipeline
 from tests.helpers.models import LanguageModel, make_mesh, next_token_loss, same_bits, token_batch
@@ -75,3 +79,29 @@ def test_two_ranks() -> None:
             "the captured step computes another loss than eager"
         )
         assert "eager" in first[f"after a change, {has_optimizer}"]
+
+
+def check_alone() -> list[str]:
+    model = nn.Linear(4, 2)
+    fully_shard(model, mesh=make_mesh(2))
+    step = capture_train_step(lambda model, x: model(x).square().mean(), model, torch.ones(2, 4))
+    step.check(torch.ones(2, 4))
+    said = []
+    for _ in range(2):
+        if dist.get_rank() == 0:
+            short = mock.patch.object(rank_consensus, "_LONG_PATIENCE", timedelta(seconds=1))
+            with short, pytest.raises(AgreementError) as error:
+                step.check(torch.ones(2, 4))
+            said.append(str(error.value))
+        dist.barrier()
+        step.check(torch.ones(2, 4))
+        step(torch.ones(2, 4))
+    return said
+
+
+@pytest.mark.multiprocess
+def test_one_rank_alone_is_refused_and_all_may_go_on() -> None:
+    (first, again), others = run_ranks(check_alone, 2)
+    assert first.startswith("step.check was called on rank 0, and not on all")
+    assert again == first
+    assert not others
