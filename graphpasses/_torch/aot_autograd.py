@@ -121,12 +121,12 @@ def operators_of_eager(note: Callable[[str], None]) -> Iterator[None]:
     in place of `upsample_bilinear2d`, a dropout that scales in another dtype.
     """
     # Those that someone has asked for: others have no kernels in Python. Dynamo enters this for each frame.
-    packets = [each for each in vars(torch.ops.aten).values() if isinstance(each, torch._ops.OpOverloadPacket)]
-    overloads = [each for packet in packets if packet not in _SAME_BITS for each in vars(packet).values()]
+    packets = tuple(each for each in vars(torch.ops.aten).values() if isinstance(each, torch._ops.OpOverloadPacket))
+    overloads = _overloads(packets, sum(len(vars(each)) for each in packets))
     removed = [
         (each, key, each.py_kernels.pop(key))
         for each in overloads
-        if isinstance(each, torch._ops.OpOverload)
+        if each.py_kernels
         for key in _ABOVE_FORMULAS
         if key in each.py_kernels
     ]
@@ -153,6 +153,13 @@ def operators_of_eager(note: Callable[[str], None]) -> Iterator[None]:
         for overload, key, kernel in removed:
             overload.py_kernels[key] = kernel
             overload._dispatch_cache.clear()
+
+
+@functools.lru_cache(maxsize=1)
+def _overloads(packets: tuple[torch._ops.OpOverloadPacket, ...], _: int) -> list[torch._ops.OpOverload]:
+    """Returns those overloads of packets, which have so many attributes, that do not have their formulas' bits."""
+    known = (each for packet in packets if packet not in _SAME_BITS for each in vars(packet).values())
+    return [each for each in known if isinstance(each, torch._ops.OpOverload)]
 
 
 def _run_by_eager(builder: Any, function: Any) -> Any:

@@ -102,7 +102,8 @@ class _Region:
             self._codes[id(code)] = known = code, shared, {}
         num_others = _get_total_cache_entry_count(code) - len(_get_cache_entries_for_region(code, self.number))
         limit = config.accumulated_recompile_limit + num_others
-        return known[2], config._make_closure_patcher(accumulated_recompile_limit=limit)()
+        # What is made in the pause of the collector is not looked at, which a collection here would do.
+        return known[2], config._make_closure_patcher(accumulated_recompile_limit=limit, run_gc_after_compile=False)()
 
     def _forget(self) -> None:
         """Lets Dynamo forget what it compiled: entries hold what they ran, and with it the model."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -12,7 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor, fx
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
-from torch._dynamo import config, eval_frame
+from torch._dynamo import config, eval_frame, guards, symbolic_convert
 from torch._dynamo.decorators import mark_unbacked, maybe_mark_dynamic
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
@@ -119,6 +120,29 @@ def attributes_in_graphs() -> Iterator[None]:
 
     with mock.patch.object(TensorVariable, "var_getattr", var_getattr):
         yield
+
+
+_LOGS = [logging.getLogger(f"torch._dynamo.{each}") for each in ("output_graph.__trace_call", "guards.__guards")]
+
+
+@contextmanager
+def nothing_made_for_logs() -> Iterator[None]:
+    """Spares what Dynamo does for its logs alone, where they are off: it reads files by token for the names of
+    functions, and has the processor's caches emptied to time its guards.
+    """
+    with ExitStack() as stack:
+        if not any(each.isEnabledFor(logging.DEBUG) for each in _LOGS):
+            stack.enter_context(mock.patch.object(symbolic_convert, "get_funcname", _no_name))
+            stack.enter_context(mock.patch.object(guards, "profile_guard_manager", _no_seconds))
+        yield
+
+
+def _no_name(*_: Any) -> None:
+    return None
+
+
+def _no_seconds(*_: Any) -> float:
+    return 0.0
 
 
 def read_size(sizes: Tensor, index: int) -> int:

@@ -342,8 +342,11 @@ def _name(target: Any) -> str:
 
 def _named_argument(node: fx.Node, name: str) -> Any:
     """Returns an argument of a function, its default if it is not given; None where the function has none."""
+    if name in node.kwargs:
+        return node.kwargs[name]
     defaults = _defaults(_packet(node) or node.target)
-    return {**defaults, **dict(zip(defaults, node.args, strict=False)), **node.kwargs}.get(name)
+    place = [*defaults].index(name) if name in defaults else len(node.args)
+    return node.args[place] if place < len(node.args) else defaults.get(name)
 
 
 def _packet(node: fx.Node) -> Any:

@@ -131,7 +131,7 @@ def freeze(value: Any) -> Hashable:
     if isinstance(value, dict):
         return tuple((key, freeze(item)) for key, item in value.items())
     if isinstance(value, py_sym_types):  # which have no hash
-        return type(value), str(value)
+        return type(value), value.node.expr
     if isinstance(value, complex):
         return type(value), (value.real.hex(), value.imag.hex())
     return type(value), value.hex() if isinstance(value, float) else value

@@ -223,6 +223,12 @@ _TRACED_GRADIENTS: dict[str, Rule] = {
 
 
 @functools.cache
+def _rules() -> dict[str, Rule]:
+    """Returns the rules of FBGEMM's operators, which are loaded all at once, by their names."""
+    ruled = ((name, _rule_of(name)) for name in operator_names("fbgemm"))
+    return {name: rule for name, rule in ruled if rule is not None}
+
+
 def _rule_of(name: str) -> Rule | None:
     return next((rule for pattern, rule in _RULES.items() if re.fullmatch(f"fbgemm::{pattern}", name)), None)
 
@@ -264,8 +270,7 @@ _REGISTRATION = _Registration()
 
 
 def _register() -> tuple[TracingKernels, tuple[str, ...]]:
-    ruled = ((name, _rule_of(name)) for name in operator_names("fbgemm"))
-    rules = {name: rule for name, rule in ruled if rule is not None and _is_lacking(name)}
+    rules = {name: rule for name, rule in _rules().items() if _is_lacking(name)}
     kernels = TracingKernels("fbgemm")
     for name, rule in rules.items():
         kernels.add_fake(name, rule)

@@ -118,7 +118,7 @@ class Facts:
             for (fake, _), place in zip(leaves(self.values[each]), self.places[each], strict=True):
                 if place is None:
                     is_number = not isinstance(fake, (torch.Tensor, list, tuple))
-                    found.append(str(fake) if is_number else id(fake))
+                    found.append(freeze(fake) if is_number else id(fake))
                 else:
                     memory = 0 if is_fresh else memories.setdefault(place.root, len(memories))
                     found.append((place.view, fake.device, memory))
