@@ -7,6 +7,7 @@ own columns.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Hashable, Sequence
@@ -367,6 +368,7 @@ def _of_rows(values: RowValues, num_rows: Any, row: Value, name: str) -> Value:
     return values.moved(row.dtype, (row.shape[0] * num_rows, *row.shape[1:]), joined(pieces))
 
 
+@functools.lru_cache(maxsize=2**12)
 def _quotient(size: Any, by: Any) -> Any:
     """Returns a size divided by another that divides it, whatever the symbols are; None if it does not."""
     if by is None or by == 0:
