@@ -25,6 +25,12 @@ _PIECE = 32 << 20  # bytes
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
+def device_of(tensor: Tensor) -> torch.device:
+    """Returns where a tensor is, also a fake one while its kernel runs, to which it says that it is on meta."""
+    device: torch.device = getattr(tensor, "fake_device", tensor.device)
+    return device
+
+
 def addresses(value: Any) -> Iterator[int]:
     """Yields where the memory of a tensor begins; of a wrapper such as a DTensor, that of each tensor inside."""
     for each in read_tensors(value):

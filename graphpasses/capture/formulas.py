@@ -3,8 +3,9 @@
 That of a whole tensor's largest element writes the gradient into zeros in eager on a CPU, and multiplies it with a
 mask where it is traced, which gives zeros another sign, and NaN where the gradient is infinite. Those of products ask
 in eager for elements that are zero. That of the value with which a mask is filled adds the elements of the mask alone
-in eager, and zeros among them where it is traced. Source: ``FunctionsManual.cpp``, ``evenly_distribute_backward``,
-``prod_backward``, ``cumprod_backward``, ``masked_fill_backward``.
+in eager, and zeros among them where it is traced. That of what a mask selects has the strides of what it is selected
+from in eager, by which kernels behind it round. Source: ``FunctionsManual.cpp``, ``evenly_distribute_backward``,
+``prod_backward``, ``cumprod_backward``, ``masked_fill_backward``, ``masked_select_backward``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from graphpasses._torch.symbols import UNDECIDED
 from graphpasses.analysis.backward import is_backward
 from graphpasses.errors import CaptureError
 from graphpasses.graph.nodes import argument, fake_value, named_call
-from graphpasses.ops.eager_gradient import EAGER_GRADIENT, MASKED_SUM
+from graphpasses.ops.eager_gradient import EAGER_GRADIENT, MASKED_PLACE, MASKED_SUM
 
 aten = torch.ops.aten
 
@@ -60,12 +61,23 @@ def _add_filled(graph: fx.Graph, call: fx.Node, formula: list[fx.Node], is_backw
         where = argument(total)
         if where.target is aten.where.self and where in formula:
             mask, gradient, _ = where.args
-            with graph.inserting_before(total):
-                found = graph.call_function(MASKED_SUM, (gradient, mask))
-            found.meta.update(total.meta)
-            total.replace_all_uses_with(found)
-            graph.erase_node(total)
+            _take_place(graph, total, MASKED_SUM, (gradient, mask))
             graph.erase_node(where)
+
+
+def _place_selected(graph: fx.Graph, call: fx.Node, formula: list[fx.Node], is_backward: _IsBackward) -> None:
+    for placed in [node for node in formula if node.target is aten.masked_scatter.default]:
+        zeros, mask, gradient = argument(placed), *placed.args[1:]
+        _take_place(graph, placed, MASKED_PLACE, (gradient, argument(zeros), mask))
+        graph.erase_node(zeros)
+
+
+def _take_place(graph: fx.Graph, node: fx.Node, operator: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    with graph.inserting_before(node):
+        found = graph.call_function(operator, args)
+    found.meta.update({**node.meta, "val": fake_value(found)})
+    node.replace_all_uses_with(found)
+    graph.erase_node(node)
 
 
 def _replace(graph: fx.Graph, call: fx.Node, formula: list[fx.Node], is_backward: _IsBackward) -> None:
@@ -82,20 +94,19 @@ def _replace(graph: fx.Graph, call: fx.Node, formula: list[fx.Node], is_backward
     (gradient,), (result,) = given, results
     operand, *others = call.args
     arguments = json.dumps(others), call.kwargs.get("dtype")
-    with graph.inserting_before(result):
-        name = str(call.target).removeprefix("aten.")
-        found = graph.call_function(EAGER_GRADIENT, (gradient, operand, name, *arguments))
+    name = str(call.target).removeprefix("aten.")
     try:
-        found.meta.update({**result.meta, "val": fake_value(found)})
+        _take_place(graph, result, EAGER_GRADIENT, (gradient, operand, name, *arguments))
     except UNDECIDED as error:  # of a number of rows that only running tells
         raise refusal from error
-    result.replace_all_uses_with(found)
     for node in reversed(formula):
-        graph.erase_node(node)
+        if node is not result:
+            graph.erase_node(node)
 
 
 # How eager's formula of an operator takes the place of the traced one.
 _FORMULAS: dict[Any, Callable[[fx.Graph, fx.Node, list[fx.Node], _IsBackward], None]] = {
     **dict.fromkeys(_LOOK, _replace),
     **dict.fromkeys((aten.masked_fill.Tensor, aten.masked_fill_.Tensor), _add_filled),
+    aten.masked_select.default: _place_selected,
 }

@@ -245,7 +245,8 @@ def failures_placed() -> Iterator[None]:
         error.add_note(
             f"loss_fn failed at {line_of(error)}, while a capture traced it on fake tensors, which have no values. "
             "If eager runs it with this batch, it gives a tensor where a number stands: write tensor.item(), or "
-            "compute it before the step and give it in the batch"
+            "compute it before the step and give it in the batch; or it looks for a parameter among those that "
+            "something else holds (by `is`, by `in` or as a key), and others stand for the model's: look for its name"
         )
         raise
 

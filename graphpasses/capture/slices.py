@@ -11,6 +11,7 @@ from torch import fx
 
 from graphpasses._torch import symbols as traced_symbols
 from graphpasses._torch.fake_mode import is_fake, outside_tracing
+from graphpasses._torch.storage import device_of
 from graphpasses._torch.symbols import bound_symbols, value_at
 from graphpasses.analysis.effects import Effects, operator_effects
 from graphpasses.fbgemm.names import SIZED_BY_OFFSETS
@@ -93,9 +94,8 @@ class Slices:
         if is_known:
             with outside_tracing():
                 for each, value in shapes.items():  # of one element, be it as large as an embedding
-                    self._stand_ins[each] = torch.zeros((), dtype=value.dtype, device=value.device).expand(
-                        value.shape
-                    )
+                    like = torch.zeros((), dtype=value.dtype, device=device_of(value))
+                    self._stand_ins[each] = like.expand(value.shape)
         return is_known
 
     def _why_unknown(self, node: fx.Node) -> str | None:

@@ -112,7 +112,8 @@ def trace_step(
     for fqn in carried.fqns:
         reads.ignore(fqn)
     carried = carried.seen(model)
-    decisions = Decisions(model, list(zip(paths, leaves, strict=True)), varying, carried.paths)
+    changing = (*structure.numbers, *carried.paths)
+    decisions = Decisions(model, list(zip(paths, leaves, strict=True)), varying, changing)
 
     def step(*args: Any) -> list[torch.Tensor | None]:
         args, numbers = args[: len(structure.paths)], [*args[len(structure.paths) :]]
@@ -138,7 +139,7 @@ def trace_step(
 
         check_structure = structure_check(model, state, first_call=FIRST_CALL)
         given = [args[index] for index in structure.same or range(len(args))]
-        named_inputs = [*given, *carried.tensors(numbers)]
+        named_inputs = [*structure.inputs(given, lambda number: None), *carried.tensors(numbers)]
         records.append(record := record_calls(model, identity, named_inputs, only_undo=not is_recorded))
         with (
             tensors_kept(model, dict(zip(structure.paths, given, strict=True))),
@@ -156,6 +157,7 @@ def trace_step(
         ):
             reductions.filled = order
             carried.write_traced(model, numbers)
+            given = [*structure.inputs(given, torch.Tensor.item)]
             reads.count(carried.places)
             left_tensors = LeftTensors(model)
             with (

@@ -79,7 +79,8 @@ def capture_train_step(
             ``data_parallel``, over tensor parallelism or not, or a plain module; on any device but meta.
         batch: example arguments: tensors, numbers, strings, None, TorchRec's jagged and keyed tensors, or lists,
             tuples, mappings and dataclasses of them; ``loss_fn`` gets them as the types they are. Shapes, dtypes and
-            plain values are fixed by the capture. But the numbers of ids and of samples of TorchRec's types may vary,
+            plain values are fixed by the capture, but for a number that is another at a later call, see
+            ``recapture``. The numbers of ids and of samples of TorchRec's types may vary,
             as may dim 0 of a tensor beside them that has as many elements as they have samples.
         others: models that ``loss_fn`` runs beside ``model``, as a frozen teacher, or a GAN's other network, sharded
             or not. The step reads their live tensors, gathers them in buckets of their own, and fills the gradients
@@ -99,7 +100,8 @@ def capture_train_step(
             tensors it is not, and a note on the step says so.
         recapture: whether the step is captured again when it is called with a batch by whose values, or sizes,
             ``loss_fn`` decides otherwise, or of other shapes, or when something else is not what it was that the step
-            has built in: at most eight times, and once more for every hundred calls. Else that is an error.
+            has built in: at most eight times, and once more for every hundred calls. Numbers that changed, of the
+            batch and elsewhere, are inputs of the step that is captured then. Else that is an error.
         check_every: every how many calls the step is compared with eager again, on that call's batch, see
             :meth:`CapturedStep.check`; ``"sparse"`` does so at calls 10, 100, 1,000 and so on; None never.
 
@@ -156,6 +158,7 @@ def _capture(
     traced_everywhere: Callable[[], None] = lambda: None,
     strides: Strides | None = None,
     carried: Carried = NONE_CARRIED,
+    numbers: frozenset[str] = frozenset(),
     copies: bool = False,
 ) -> CapturedStep:
     """Captures a step that reduces all gradients of its own batch, whatever FSDP2 keeps or is to keep now.
@@ -166,12 +169,13 @@ def _capture(
     """
     again = partial(_capture, loss_fn, model, *batch, optimizers=optimizers, clip_norm=clip_norm)
     again = partial(again, dynamic_shapes=dynamic_shapes, check=check, traced_everywhere=traced_everywhere)
-    again = partial(again, strides=strides, carried=carried, copies=copies, recaptures=recaptures)
+    again = partial(again, strides=strides, carried=carried, numbers=numbers, copies=copies, recaptures=recaptures)
     with accumulation_set_aside(model), stages_shown(), recording_paused():
         # Look
         refuse_model(model)
-        structure = BatchStructure.of(batch, TORCHREC)
-        structure, leaves = replace(structure, shared=structure.shared_in(batch)), structure.leaves(batch)
+        structure = replace(BatchStructure.of(batch, TORCHREC), numbers=numbers)
+        leaves = structure.inputs(structure.leaves(batch))
+        structure = replace(structure, shared=structure.shared_in(batch))
         structure = replace(structure, same=same_tensors(leaves))
         for path, leaf in zip(structure.paths, leaves, strict=True):
             check_leaf(path, leaf)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from torch.types import py_sym_types
 
 from graphpasses._torch import pytree
 from graphpasses.errors import BatchMismatchError, CaptureError
+from graphpasses.state.carried import as_tensor, can_carry, is_number
 from graphpasses.state.keys import Key, key_of
 
 _LEAVES = (torch.Tensor, int, float, bool, str, type(None), *py_sym_types)  # symbolic in a result that is traced
@@ -95,6 +96,8 @@ class BatchStructure:
     same: tuple[int, ...] = ()
     # Of a whole batch, the containers that stand in it before, by path, each with the path where that is.
     shared: Mapping[str, str] = field(default_factory=dict)
+    # Of a whole batch, the paths of numbers that are others at each call, which a step reads as tensors.
+    numbers: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -158,6 +161,21 @@ class BatchStructure:
                 )
         parts = (child.leaves(items[key]) for key, child in zip(self.keys, self.children, strict=True))
         return [leaf for part in parts for leaf in part]
+
+    def inputs(self, leaves: Sequence[Any], change: Callable[[Any], Any] = as_tensor) -> Sequence[Any]:
+        """Returns the leaves of a batch as a step reads them; or ``change`` of those that are its numbers."""
+        if not self.numbers:
+            return leaves
+        return [change(e) if path in self.numbers else e for path, e in zip(self.paths, leaves, strict=True)]
+
+    def changed_numbers(self, leaves: Sequence[Any], captured: Sequence[tuple[str, Any]]) -> frozenset[str]:
+        """Returns the paths of the leaves that can be its numbers, and are so, or are others than were captured."""
+        return frozenset(
+            path
+            for leaf, (path, before) in zip(leaves, captured, strict=False)
+            if is_number(leaf) and can_carry(leaf)
+            if path in self.numbers or (type(leaf) is type(before) and repr(leaf) != repr(before))
+        )
 
     def sameness_difference(self, same: tuple[int, ...], shared: Mapping[str, str]) -> str | None:
         """Says what is one tensor, or one container, in another batch alone, or was in the captured one alone."""

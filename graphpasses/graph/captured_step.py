@@ -203,19 +203,19 @@ class CapturedStep(TrainGraph):
     def fitting(self, *batch: Any) -> tuple[Self, list[torch.Tensor | None], list[Any]]:
         """Returns the capture that a call would run on a batch, the model's tensors, and what else it reads."""
         step, tensors, leaves = self._cache.fitting(batch)
-        return step, tensors, [*leaves, *step.carried.read(self.model)]
+        return step, tensors, [*step.batch_structure.inputs(leaves), *step.carried.read(self.model)]
 
     def look(self, leaves: Sequence[Any]) -> list[torch.Tensor | None]:
         """Returns the model's tensors, by slot; raises if the step is not for it, or for these leaves of a batch."""
         tensors, num_given = self.snapshot.check(self.model), len(leaves)
-        check_leaves(leaves, self.batch_leaves[:num_given], self.varying)
+        check_leaves(self.batch_structure.inputs(leaves), self.batch_leaves[:num_given], self.varying)
         self.carried.check(self.model, self.batch_leaves[num_given:], self.varying)
         return tensors
 
     def value_of(self, leaves: Sequence[Any]) -> Callable[[GraphInput], Any]:
         """Returns what tells the values of inputs, for these leaves of a batch."""
-        paths, every = (path for path, _ in self.batch_leaves), [*leaves, *self.carried.read(self.model)]
-        given = dict(zip(paths, every, strict=True))
+        every = [*self.batch_structure.inputs(leaves), *self.carried.read(self.model)]
+        given = dict(zip((path for path, _ in self.batch_leaves), every, strict=True))
 
         def value(item: GraphInput) -> Any:
             if item.kind is InputKind.BATCH:

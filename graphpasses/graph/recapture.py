@@ -22,8 +22,8 @@ from graphpasses.state.optimizer_checks import INSTEAD
 Recapture: TypeAlias = Callable[..., Any]
 """Captures a step again.
 
-Called as ``capture(model, *batch, carried=..., traced_everywhere=...)``: the numbers that are inputs until now, and
-what it calls before the ranks run anything together.
+Called as ``capture(model, *batch, carried=..., numbers=..., traced_everywhere=...)``: the numbers that are inputs,
+from elsewhere and of the batch, and what it calls before the ranks run anything together.
 """
 
 MAX_STEPS = 8
@@ -155,7 +155,7 @@ class GuardedCache:
                 f"{difference}. The step was captured for {self._num_captured} such cases, and no more are kept"
                 f"{next((f'. {advice}' for decider, advice in _ADVICE.items() if decider in difference), '')}"
             )
-        step = self._captured_with_numbers(batch)
+        step = self._captured_with_numbers(batch, self._first.batch_structure.leaves(batch))
         self._num_captured += 1
         step.seconds, step.recapture = first.seconds, first.recapture
         step = self.rewritten(step, first.rewrites)
@@ -167,32 +167,36 @@ class GuardedCache:
         self._last = step
         self._is_guarded = not self._consensus.all_ranks([not any(map(_is_guarded, self.steps))])[0]
 
-    def _captured_with_numbers(self, batch: tuple[Any, ...]) -> Step:
+    def _captured_with_numbers(self, batch: tuple[Any, ...], given: Sequence[Any]) -> Step:
         """Captures a step of which numbers that are others now are inputs, since they may change again; but for those
-        that it cannot read so.
+        that it cannot read so. ``given`` are the batch's leaves, and may be such numbers.
         """
         first = self._last
         known = first.carried.that_can_be(first.model)
         numbers = first.snapshot.changed_values(first.model)
+        of_batch = first.batch_structure.changed_numbers(given, first.batch_leaves)
         while True:
+            of_batch -= self._built_in
             also = [numbers[path] for path in numbers.keys() - self._built_in - {*known.paths}]
             carried = known.and_also(*also)
-            if self._consensus.all_ranks([not also])[0]:
-                return self._captured(batch, known)
+            if self._consensus.all_ranks([not also and of_batch <= first.batch_structure.numbers])[0]:
+                return self._captured(batch, known, of_batch)
             try:
-                return self._captured(batch, carried)
+                return self._captured(batch, carried, of_batch)
             except FailedElsewhereError:  # another rank has fewer then
                 pass
             except CaptureError as error:
                 path = error.path if isinstance(error, BuiltInError) else ""
-                self._built_in |= {path} if path in carried.paths else {*carried.paths}
+                paths = {*carried.paths, *of_batch}
+                self._built_in |= {path} if path in paths else paths
 
-    def _captured(self, batch: tuple[Any, ...], carried: Any) -> Step:
+    def _captured(self, batch: tuple[Any, ...], carried: Any, numbers: frozenset[str]) -> Step:
         first = self._last
         elsewhere = FailedElsewhereError("another rank could not capture the step again; its message says why")
         together = partial(self._consensus.raised_together, elsewhere)
         with together(), together() as traced_everywhere, torch.enable_grad():
-            return first.recapture(first.model, *batch, carried=carried, traced_everywhere=traced_everywhere)
+            again = partial(first.recapture, first.model, *batch, carried=carried, numbers=numbers)
+            return again(traced_everywhere=traced_everywhere)
 
     def rewritten(self, step: Step, rewrites: Iterable[Callable[[Step], Step]]) -> Step:
         """Returns a step after rewrites; raises on all ranks if it launches different collectives on them."""

@@ -56,3 +56,25 @@ MASKED_SUM = define_operator(
     masked_sum,
     fake=lambda gradient, mask: gradient.new_empty(()),
 )
+
+
+def masked_place(gradient: Tensor, x: Tensor, mask: Tensor) -> Tensor:
+    """Returns the gradient of ``masked_select``, in the strides of ``x``: zeros, and the gradient where a mask is.
+
+    Args:
+        gradient: of the operator's result, 1-D.
+        x: what it selects from; its values do not matter.
+        mask: bool, of its shape, or one that is broadcast to it.
+
+    Example:
+        >>> masked_place(torch.tensor([4.0]), torch.zeros(2), torch.tensor([False, True]))
+        tensor([0., 4.])
+    """
+    return torch.zeros_like(x).masked_scatter_(mask, gradient)
+
+
+MASKED_PLACE = define_operator(
+    "masked_place(Tensor gradient, Tensor x, Tensor mask) -> Tensor",
+    masked_place,
+    fake=lambda gradient, x, mask: torch.empty_like(x),
+)

@@ -135,7 +135,7 @@ class Carried:
 
     def read(self, model: nn.Module) -> list[Any]:
         """Returns the numbers as tensors, the tensors, or what is read there instead."""
-        return [*map(_as_tensor, self._values(model))]
+        return [*map(as_tensor, self._values(model))]
 
     def _values(self, model: nn.Module) -> list[Any]:
         """Returns what is read there: a class has a number until the object does."""
@@ -200,7 +200,7 @@ def is_number(value: Any) -> bool:
 def can_carry(value: Any) -> bool:
     """Whether a step can read a value as an input: a number that a tensor can carry, or a plain tensor."""
     if not isinstance(value, torch.Tensor):
-        return is_number(value) and isinstance(_as_tensor(value), torch.Tensor)
+        return is_number(value) and isinstance(as_tensor(value), torch.Tensor)
     is_view = value.is_conj() or value.is_neg()
     is_plain = type(value) is torch.Tensor and value.layout is torch.strided and not (is_view or vars(value))
     return is_plain and not value.requires_grad
@@ -230,7 +230,8 @@ def _place(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:
     return model.get_submodule(owner), name
 
 
-def _as_tensor(value: Any) -> Any:
+def as_tensor(value: Any) -> Any:
+    """Returns the tensor that carries a number; other values as they are."""
     dtype = _DTYPES.get(type(value))
     can_carry = dtype is not None and not (dtype == torch.int64 and not -(2**63) <= value < 2**63)
     return torch.tensor(value, dtype=dtype, device="cpu") if can_carry else value

@@ -115,8 +115,8 @@ def _key(value: Any, left: list[int], inside: tuple[int, ...]) -> Key:
         if left[0] >= 0:
             inside = (*inside, id(value))
             if issubclass(base, dict):
-                return Key(own, tuple((part(k), part(v)) for k, v in base.items(value)))
-            keys = map(part, base.__iter__(value))
+                return Key(own, tuple((part(k), part(v)) for k, v in [*base.items(value)]))
+            keys = map(part, [*base.__iter__(value)])  # read at once: another thread may go on to change it
             return Key(own, frozenset(keys) if issubclass(base, (set, frozenset)) else tuple(keys))
         return Key(object, (id(value), length), f"a {own.__name__} of {length}")
     held = (id(each) for each in (torch_state(value) or {}).values() if isinstance(each, torch.Tensor))

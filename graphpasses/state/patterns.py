@@ -18,7 +18,7 @@ from graphpasses._torch import pytree
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.storage import memories
 from graphpasses.errors import CaptureError
-from graphpasses.identity import put_back
+from graphpasses.identity import RESTORED, put_back
 from graphpasses.state.keys import MISSING, Key, key_of
 
 COMPUTED = (torch.Tensor, *py_sym_types)
@@ -200,8 +200,9 @@ def _open(value: Any) -> _Opened | None:
     """Returns what a container holds; None of what is none, of one in itself, and of a tensor's size, of which pytree
     makes a tuple.
     """
+    own, value = value, value.copy() if type(value) in RESTORED else value  # another thread may go on to change it
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, deque)) else ()
-    is_closed = isinstance(value, torch.Size) or any(each is value for each in items)
+    is_closed = isinstance(value, torch.Size) or any(each is own for each in items)
     found = None if is_closed else pytree.open_container(value)
     return None if found is None else _Opened([*found[0]], [*found[0].values()], found[1])
 

@@ -219,3 +219,42 @@ def test_batches_of_other_shapes() -> None:
         BatchMismatchError, match=r"^batch\[0\] differs .* It could not be captured again: RuntimeError"
     ):
         step(torch.ones(5, 3))
+
+
+def mixed(model: nn.Module, x: Tensor, settings: dict[str, Any]) -> tuple[Tensor, float]:
+    share, index = settings["share"], settings["index"]
+    out = model(share * x + (1 - share) * x.roll(1, 0))
+    loss = (out * torch.linspace(1.0, 2.0, 20)[index]).square().mean() * (2.0 if share > 0.5 else 1.0)
+    return loss, share / 3
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_numbers_of_a_batch(wrong: bool) -> None:
+    """One is captured for those by which nothing decides, and one for each decision. Control: another number."""
+    model, twin = nn.Linear(4, 4), nn.Linear(4, 4)
+    twin.load_state_dict(model.state_dict())
+    step = capture_train_step(mixed, model, x_of(0), {"share": 0.3, "index": 0})
+    found = []
+    for index in range(12):
+        settings = {"share": (0.3 + 0.37 * index) % 1, "index": index}
+        results = step(x_of(index), {**settings, "share": 0.29} if wrong else settings)
+        (expected, number) = mixed(twin, x_of(index), settings)
+        expected.backward()
+        found.append(same_bits(results[0], expected.detach()) and results[1] == number)
+        found.append(equal(*([each.grad for each in m.parameters() if each.grad is not None] for m in (model, twin))))
+    assert all(found) != wrong
+    assert wrong or len(step.captures) == 3
+
+
+def test_a_number_of_a_batch_that_is_built_in() -> None:
+    """Each is a capture of its own, and some other number stays an input."""
+    model = nn.Linear(4, 4)
+
+    def loss_fn(model: nn.Module, x: Tensor, rate: float, weight: float) -> Tensor:
+        return F.dropout(model(x), rate).square().mean() * weight
+
+    step = capture_train_step(loss_fn, model, x_of(0), 0.5, 1.0)
+    for rate in (0.5, 0.25):
+        for weight in (2.0, 3.0):
+            step.check(x_of(0), rate, weight)
+    assert [each.batch_structure.numbers for each in step.captures[1:]] == [{"batch[2]"}] * 2

@@ -130,6 +130,38 @@ def test_masks_filled_by_a_value_that_is_trained() -> None:
         assert same_bits(gradient(model, lambda mask=mask: step(x, mask)), expected)
 
 
+class Selected(nn.Module):
+    """The strides of a gradient decide how the backward of a norm rounds."""
+
+    def __init__(self, select: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.scale, self.norm, self.select = nn.Parameter(torch.ones(8, 1)), nn.BatchNorm1d(8), select
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.select(self.norm(self.scale * x).transpose(1, 2), mask.unsqueeze(-1))
+
+
+def far(model: nn.Module, x: torch.Tensor, mask: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(model(x, mask), target.masked_select(mask.unsqueeze(-1)))
+
+
+def test_what_a_mask_selects() -> None:
+    """Control: a gradient that is laid out anew has other bits. The loss compares the numbers of what is selected."""
+    generator = torch.Generator().manual_seed(0)
+    x, target = (torch.randn(4, *shape, generator=generator) for shape in ((8, 10), (10, 8)))
+    model = Selected(torch.masked_select)
+    masks = [torch.rand(4, 10, generator=generator) < share for share in (0.3, 0.5, 0.8)]
+    step = capture_train_step(far, model, x, masks[0], target)
+    laid_out = Selected(lambda y, mask: y.contiguous().masked_select(mask))
+    differs = []
+    for mask in masks:
+        expected = gradient(model, lambda mask=mask: far(model, x, mask, target).backward())
+        assert same_bits(gradient(model, lambda mask=mask: step(x, mask, target)), expected)
+        other = gradient(laid_out, lambda mask=mask: far(laid_out, x, mask, target).backward())
+        differs.append(not same_bits(other, expected))
+    assert any(differs)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["prod", "twice", "max"])
 def test_compiled_products(name: str) -> None:

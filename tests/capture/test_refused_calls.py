@@ -102,7 +102,15 @@ def test_an_error_of_the_users_code_says_that_tensors_were_fake() -> None:
         capture_train_step(loss_fn, build(), X, torch.tensor([2]))
     (note,) = caught.value.__notes__
     assert note.startswith(f"loss_fn failed at {__file__}:")
-    assert note.endswith("write tensor.item(), or compute it before the step and give it in the batch")
+    assert "write tensor.item(), or compute it before the step and give it in the batch; " in note
+
+
+def test_a_parameter_that_is_a_key() -> None:
+    model = build()
+    scales = dict.fromkeys(model.parameters(), 2.0)
+    with pytest.raises(KeyError) as caught:
+        capture_train_step(lambda model, x: loss_fn(model, x) * scales[model.weight], model, X)
+    assert caught.value.__notes__[0].endswith("look for its name")
 
 
 @pytest.mark.parametrize(

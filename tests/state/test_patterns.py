@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
+from itertools import count
+from sys import getswitchinterval, setswitchinterval
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -19,6 +22,7 @@ from graphpasses.fsdp import BucketPlan
 from graphpasses.identity import containers_with_copies, same_bits
 from graphpasses.parity import weight_hash
 from graphpasses.simulate import Topology, run_cluster
+from graphpasses.state.keys import key_of
 from graphpasses.state.patterns import Known, filled, misfit, pattern_of, walk
 
 X = torch.arange(24.0).view(6, 4) / 24
@@ -297,3 +301,26 @@ def test_a_size_that_varies() -> None:
             torch.Size([num_rows, 4]),
             {"shapes": [torch.Size([num_rows, 4]), 2 * num_rows]},
         )
+
+
+def test_a_dict_to_which_another_thread_adds() -> None:
+    kept: dict[str, Any] = {"scale": 2.0, "last": torch.zeros(4)}
+    ends, before = Event(), getswitchinterval()
+
+    def add() -> None:
+        for number in count():
+            if ends.is_set():
+                return
+            kept[f"logged{number % 99}"] = kept.pop(f"logged{(number - 9) % 99}", number)
+
+    setswitchinterval(1e-6)
+    thread = Thread(target=add)
+    thread.start()
+    try:
+        found = [(key_of(kept), pattern_of("kept", kept)) for _ in range(300)]
+    finally:
+        ends.set()
+        thread.join()
+        setswitchinterval(before)
+    assert len({len(key.items) for key, _ in found}) > 1  # it was changed meanwhile
+    assert all(left is not None and [*left[1]] == ["kept[0]"] for _, left in found)
