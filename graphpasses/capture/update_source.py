@@ -128,7 +128,13 @@ class UpdateSource:
 
     def kept(self) -> Kept:
         """Returns what the optimizer keeps: the live state or, where it is not there yet, one like it will be."""
-        kept = self._kept()
+        live = self.live()
+        made = self.without([fqn for fqn, values in live.state.items() if values]).made()
+        are_grown = (new.keys() != was.keys() for new, was in zip(made.groups, live.groups, strict=True))
+        if any(are_grown) or any(made.state.values()):
+            kept = Kept({fqn: values or made.state[fqn] for fqn, values in live.state.items()}, made.groups)
+        else:
+            kept = live
         for fqn, values in kept.state.items():
             for name, value in values.items():
                 if not isinstance(value, torch.Tensor) and not key_of(value).is_plain:
@@ -136,17 +142,6 @@ class UpdateSource:
                         f"{self.name} keeps a {type(value).__name__} as state {name!r} of {fqn!r}, {NOT_FOLLOWED}"
                     )
         return kept
-
-    def _kept(self) -> Kept:
-        live = self.live()
-        lacking = [fqn for fqn, values in live.state.items() if not values]
-        made = self.without([fqn for fqn in live.state if fqn not in lacking]).made()
-        grown = any(
-            made_group.keys() != group.keys() for made_group, group in zip(made.groups, live.groups, strict=True)
-        )
-        if not grown and not any(made.state.values()):
-            return live
-        return Kept({fqn: values or made.state[fqn] for fqn, values in live.state.items()}, made.groups)
 
     def made(self) -> Kept:
         """Returns what is kept after the first step, which is taken on fake tensors."""

@@ -203,18 +203,18 @@ class CapturedStep(TrainGraph):
     def fitting(self, *batch: Any) -> tuple[Self, list[torch.Tensor | None], list[Any]]:
         """Returns the capture that a call would run on a batch, the model's tensors, and what else it reads."""
         step, tensors, leaves = self._cache.fitting(batch)
-        return step, tensors, [*leaves, *step.carried.read(self.model)]
+        return step, tensors, [*leaves, *step.carried.read()]
 
     def look(self, leaves: Sequence[Any]) -> list[torch.Tensor | None]:
         """Returns the model's tensors, by slot; raises if the step is not for it, or for these leaves of a batch."""
         tensors, num_given = self.snapshot.check(self.model), len(leaves)
         check_leaves(leaves, self.batch_leaves[:num_given], self.varying)
-        self.carried.check(self.model, self.batch_leaves[num_given:], self.varying)
+        self.carried.check(self.batch_leaves[num_given:], self.varying)
         return tensors
 
     def value_of(self, leaves: Sequence[Any]) -> Callable[[GraphInput], Any]:
         """Returns what tells the values of inputs, for these leaves of a batch."""
-        paths, every = (path for path, _ in self.batch_leaves), [*leaves, *self.carried.read(self.model)]
+        paths, every = (path for path, _ in self.batch_leaves), [*leaves, *self.carried.read()]
         given = dict(zip(paths, every, strict=True))
 
         def value(item: GraphInput) -> Any:
@@ -346,7 +346,9 @@ class CapturedStep(TrainGraph):
                 "the step has its model's optimizer in it; capture a step of the other model with its own optimizer"
             )
         parameters, snapshot = parameter_infos(model, self.identity), self.snapshot.for_model(model, groups or {})
-        left, carried = self.left_values.for_model(snapshot.attributes), self.carried.for_model(snapshot.attributes)
+        others = dict(zip(map(id, self.snapshot.structure.modules), snapshot.structure.modules, strict=True))
+        left = self.left_values.for_model(others, snapshot.attributes)
+        carried = self.carried.for_model(others, snapshot.attributes)
         return replace(self, model=model, parameters=parameters, snapshot=snapshot, left_values=left, carried=carried)
 
     @cached_property

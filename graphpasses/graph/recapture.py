@@ -172,8 +172,8 @@ class GuardedCache:
         that it cannot read so.
         """
         first = self._last
-        known = first.carried.that_can_be(first.model)
-        numbers = first.snapshot.changed_values(first.model)
+        known = first.carried.that_can_be()
+        numbers = first.snapshot.changed_values()
         while True:
             also = [numbers[path] for path in numbers.keys() - self._built_in - {*known.paths}]
             carried = known.and_also(*also)

@@ -58,11 +58,6 @@ class Arithmetic:
         return Arithmetic(self.inputs, {**self.calls, **others}, self.left)
 
     @property
-    def counted(self) -> frozenset[Number]:
-        """The numbers that the step itself changes."""
-        return frozenset(self.left)
-
-    @property
     def decides_by_counts(self) -> bool:
         return any(self._counts(call) for call in self.calls.values())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
-from operator import is_
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ class ModelStructure:
     parameters: frozenset[int]  # the positions of parameters; the others are buffers'
     trainable: Mapping[int, bool]  # by first position of a tensor, whether it gets a gradient
     kinds: list[TensorFacts | None]  # of the tensors
-    hooks: tuple[tuple[int, ...], ...]  # which wait for the gradients of trainable ones; () if there are none
+    hooks: tuple[tuple[int, ...], ...]  # which wait for the gradients of each trainable one
     set_modes: frozenset[int] = frozenset()  # positions of modules whose mode forward sets itself
 
     @classmethod
@@ -75,7 +74,7 @@ class ModelStructure:
         modes = frozenset(index for index, fqn in enumerate(fqns) if fqn in set_modes)
         facts, kinds = _facts(modules, modes), _kinds(tensors)
         hooks = gradient_hook_ids([tensor for slot in trainable if (tensor := tensors[slot]) is not None])
-        hooked = {slot for slot, each in zip(trainable, hooks, strict=False) if each}
+        hooked = {slot for slot, each in zip(trainable, hooks, strict=True) if each}
         if hooked and not calls_hooks:
             raise _hook_error(next(fqn for fqn, slot in slots.items() if slot in hooked), "")
         return cls(modules, fqns, facts, names, slots, first, of_parameters, trainable, kinds, hooks, modes)
@@ -90,10 +89,6 @@ class ModelStructure:
     def check(self, model: nn.Module) -> list[torch.Tensor | None]:
         """Returns the model's tensors, by slot; raises if it is not what it was: the graph would go on regardless."""
         return self._tensors(self._modules(model)[0])
-
-    def is_of(self, model: nn.Module) -> bool:
-        """Whether these are the modules of a model, none replaced by another."""
-        return all(map(is_, model.modules(), self.modules))
 
     def named(self, tensors: Sequence[torch.Tensor | None], fqns: Iterable[str]) -> dict[str, torch.Tensor]:
         """Returns tensors, as :meth:`check` returned them, by the FQNs of parameters and buffers."""
@@ -133,8 +128,7 @@ class ModelStructure:
             if _waits_untraced(parameter):
                 check_gradient_hooks(self._name(slot), parameter)
         if (hooks := gradient_hook_ids(trained)) != self.hooks:
-            none: list[tuple[int, ...]] = [()] * len(trained)
-            for slot, known, found in zip(self.trainable, self.hooks or none, hooks or none, strict=True):
+            for slot, known, found in zip(self.trainable, self.hooks, hooks, strict=True):
                 if known != found:
                     raise changed(self._kind(slot), f"gradient hooks {[*known]}", [*found], has=True)
         return tensors

@@ -21,16 +21,13 @@ from graphpasses.errors import CaptureError
 from graphpasses.identity import walk_modules
 from graphpasses.state.calls import calls_watched, stored_names
 from graphpasses.state.carried import Place
-from graphpasses.state.changes import Found, changing
 from graphpasses.state.keys import CONTAINERS, MISSING, Key, attributes_of, key_of
-from graphpasses.state.left_tensors import IN_CONTAINER, Left, read_before
+from graphpasses.state.left_tensors import IN_CONTAINER, MODULE_STATE, Left, read_before
 from graphpasses.state.origin import is_torchs, is_users, is_users_code, users_modules
 from graphpasses.state.outside import Outside, refuse_iterator
 from graphpasses.state.patterns import COMPUTED, Known, pattern_of, walk
 from graphpasses.state.slots import Difference, Owner, Slot, can_write, read
 
-# What every module has of torch's own: parameters, hooks; not its mode, which forward may change.
-_MODULE_STATE = frozenset(vars(nn.Module())) - {"training"}
 _FROM_ENVIRONMENT = type(os.environ).__getitem__.__code__
 _OF_ENVIRONMENT = ("os", "collections.abc", "_collections_abc")
 
@@ -71,24 +68,21 @@ class Reads:
         """All else of which something was read: what functions have names for."""
         return self._outside.read(of_model=False)
 
-    def has_read(self, module: nn.Module, name: str) -> bool:
-        """Whether an attribute of a module of the model was read before it was set."""
-        return name in self._outside.owner(module).slots
-
-    def ignore(self, fqn: str) -> None:
-        """Does not note who reads an attribute of a module of the model."""
-        owner, _, name = fqn.rpartition(".")
-        self._ignored.add((id(self._model.get_submodule(owner)), name))
+    def place(self, module: nn.Module, name: str) -> Place | None:
+        """Returns where an attribute of a module of the model stands, if it was read before it was set."""
+        slot = (owner := self._outside.owner(module)).slots.get(name)
+        return None if slot is None else Place(slot.path, owner, slot)
 
     def count(self, places: Iterable[Place]) -> None:
         """Notes what stands in places, which is no constant of the step."""
+        self._ignored |= {(id(place.owner.value), place.slot.name) for place in places if place.is_of_module}
         for owner, name in ((place.owner.value, place.slot.name) for place in places):
             self._carried[id(owner), name] = key_of(read(owner, name))
         self._inputs = {(id(place.owner.value), place.slot.name) for place in places if not place.keys}
 
-    def is_input(self, owner: Owner, slot: Slot) -> bool:
+    def is_input(self, place: Place) -> bool:
         """Whether the step reads all that stands there as an input."""
-        return (id(owner.value), slot.name) in self._inputs
+        return (id(place.owner.value), place.slot.name) in self._inputs
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -105,16 +99,14 @@ class Reads:
             if self.must_stay and (refusal := self.refusal()):
                 raise CaptureError(refusal)
         finally:
-            for owner in self._outside_modules():
+            own = (owner for owner in self.attributes if not isinstance(owner.value, nn.Module))
+            for owner in (*self.names, *own):
                 owner.restore()
 
     def refusal(self) -> str | None:
         """Says what the code has changed that is outside, but for what the step leaves."""
         found = ((owner, owner.difference(strict=True)) for owner in self.names)
         return next((_refusal(owner, difference) for owner, difference in found if difference is not None), None)
-
-    def _outside_modules(self) -> list[Owner]:
-        return [*self.names, *(each for each in self.attributes if not isinstance(each.value, nn.Module))]
 
     def left(self, own: Known) -> tuple[Left, dict[str, Any]]:
         """Returns what the step leaves in what is no module of the model, and in attributes that forward read before,
@@ -153,7 +145,8 @@ class Reads:
                     left.also.append((slot, found[0]))
                     continue
                 seen |= containers
-                left.places[path], left.values[path], left.refusals[path] = (owner, slot), found[0], refusal
+                left.places[path] = Place(path, owner, slot)
+                left.values[path], left.refusals[path] = found[0], refusal
                 computed |= found[1]
             elif in_model and difference is not None:
                 raise CaptureError(refusal)
@@ -186,12 +179,6 @@ class Reads:
             open_(name, tensor)
         open_(getattr(self._loss_fn, "__name__", type(self._loss_fn).__name__), self._loss_fn)
 
-    def changing(self, slot: Slot, left: Left, later: Left) -> list[Found]:
-        """Returns where a container in an attribute of a module has a number that the step changes at each call."""
-        owner = next(each for each in self.attributes if slot in each.slots.values())
-        pattern, then = (each.values.get(slot.path, MISSING) for each in (left, later))
-        return changing(slot.path, owner, slot, pattern, then)
-
     def look_again(self, places: Collection[Place]) -> None:
         """Takes what now stands in slots that had a traced number, of these places, for what the step found."""
         holders = {id(place.holder) for place in places}
@@ -201,16 +188,16 @@ class Reads:
                 if id(owner.value) in holders or any(id(container) in holders for container, _ in slot.copies):
                     slot.look_again(owner.value)
 
-    def changed(self) -> dict[Slot, tuple[Difference, Key]]:
-        """Returns the attributes that are others than when they were first read, but for tensors and functions, how
-        they differ, and their keys now.
+    def changed(self) -> dict[Slot, tuple[Place, Difference, Key]]:
+        """Returns the attributes that are others than when they were first read, but for tensors and functions: where
+        they stand, how they differ, and their keys now.
         """
-        found: dict[Slot, tuple[Difference, Key]] = {}
+        found: dict[Slot, tuple[Place, Difference, Key]] = {}
         for owner in self.attributes:
             for slot in owner.slots.values():
                 difference = slot.difference(value := read(owner.value, slot.name), strict=True)
                 if difference is not None and difference.now.kind is not object:
-                    found[slot] = difference, key_of(value)
+                    found[slot] = Place(slot.path, owner, slot), difference, key_of(value)
         return found
 
     # ---- functions that run ----------------------------------------------------------------------------
@@ -295,7 +282,7 @@ class Reads:
 
     def _is_seen(self, this: Any, name: str) -> bool:
         """Whether a name is watched that is read now: ``__dict__`` is by code that is not the object's own."""
-        if id(this) not in self._watched or (name in _MODULE_STATE and id(this) in self._outside.of_model):
+        if id(this) not in self._watched or (name in MODULE_STATE and id(this) in self._outside.of_model):
             return False
         if name != "__dict__":
             return name[:2] != "__"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -18,8 +19,7 @@ from graphpasses._torch.module_hooks import global_hook_ids
 from graphpasses._torch.surroundings import function_modes, keeps_parametrized, saved_tensor_hooks
 from graphpasses.errors import CaptureError
 from graphpasses.identity import named_state
-from graphpasses.state.carried import Place, is_countable
-from graphpasses.state.changes import changed_values
+from graphpasses.state.carried import Place, changed_values
 from graphpasses.state.keys import TensorFacts
 from graphpasses.state.model import ModelStructure
 from graphpasses.state.slots import AGAIN, Asked, Owner
@@ -69,10 +69,6 @@ class Snapshot:
         modules = {*map(id, self.structure.modules)}
         return [*self.names, *(owner for owner in self.attributes if id(owner.value) not in modules)]
 
-    def with_tensors(self, tensors: Iterable[torch.Tensor]) -> Snapshot:
-        """Returns it with what the graph has built in of tensors from outside, which it keeps."""
-        return replace(self, tensors=tuple(map(_tensor_owner, tensors)))
-
     def check(self, model: nn.Module) -> list[torch.Tensor | None]:
         """Returns the model's tensors, by slot; raises, and names it, if something is not what it was."""
         tensors = None if self._seen is None else self._seen.tensors(model)
@@ -86,7 +82,7 @@ class Snapshot:
             for fqn, tensor in self.structure.named(tensors, self.held).items():
                 if tensor is not self.held[fqn]:
                     raise CaptureError(f"{fqn!r} was replaced since the step was captured, and {_HELD}; {AGAIN}")
-            if self.structure.is_of(model):
+            if all(map(is_, model.modules(), self.structure.modules)):
                 _refuse(self.attributes)
                 self._seen = seen
             else:  # a module was replaced by one that is alike, but for what forward read of it
@@ -99,17 +95,11 @@ class Snapshot:
         """Takes what the block, which is the step's own, writes into the model for seen, if there ``are_any``."""
         return self._seen.told() if are_any and self._seen is not None else nullcontext()
 
-    def changed_values(self, model: nn.Module) -> dict[str, str | Place]:
-        """Returns where numbers and tensors are others now, by what messages call them: FQNs, or places."""
-        modules = {*map(id, model.modules())}
-        found: dict[str, str | Place] = {}
-        for owner in (*self.attributes, *self.names):
-            for slot in owner.slots.values():
-                for place in changed_values(owner, slot):
-                    is_fqn = not place.keys and id(owner.value) in modules and is_countable(model, slot.path)
-                    path = f"attribute {slot.path!r}" if is_fqn else repr(place.path)
-                    found.setdefault(path, slot.path if is_fqn else place)
-        return found
+    def changed_values(self) -> dict[str, Place]:
+        """Returns where numbers and tensors are others now, by what messages call them."""
+        slots = ((owner, slot) for owner in (*self.attributes, *self.names) for slot in owner.slots.values())
+        found = [place for owner, slot in slots for place in changed_values(owner, slot)]
+        return {place.name: place for place in reversed(found)}  # of one name the first
 
     def for_model(self, model: nn.Module, groups: Mapping[str, str]) -> Snapshot:
         """Returns the same of another model, with other process groups, by the names of this one's; raises where that
@@ -168,7 +158,8 @@ def settings_of(model: nn.Module) -> tuple[Owner, ...]:
     return owners
 
 
-def _tensor_owner(tensor: torch.Tensor) -> Owner:
+def tensor_owner(tensor: torch.Tensor) -> Owner:
+    """Returns the owner of what a graph has built in of a tensor from outside, which it keeps."""
     before = TensorFacts.of(tensor), tensor.requires_grad
     text = str(before[0])
 
