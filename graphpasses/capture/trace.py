@@ -31,7 +31,7 @@ from graphpasses._torch.symbols import each_size_its_own, mark_dims
 from graphpasses.capture import refusals
 from graphpasses.capture.guards import Decisions
 from graphpasses.capture.oracle import record_calls
-from graphpasses.capture.random_state import RandomCalls, random_state_traced
+from graphpasses.capture.random_state import random_state_traced
 from graphpasses.capture.settled import trace_until_settled
 from graphpasses.capture.traced_lines import module_names_traced
 from graphpasses.errors import CaptureError
@@ -62,7 +62,7 @@ class Trace:
     """What tracing a step brought; what a trace of it brings itself, of several, which are alike, is the last's."""
 
     reads: Reads  # what the user's code read from outside
-    random_calls: RandomCalls = field(default_factory=RandomCalls)  # what ``loss_fn`` did beside drawing torch's
+    seeds: list[str] = field(default_factory=list)  # the calls of ``loss_fn`` that seeded torch's generator
     held: set[str] = field(default_factory=set)  # FQNs of what the user's code also read by references of its own
     result: TracedFunction = field(init=False)  # the graph, and what its inputs and outputs are
     guards: Guards | None = field(init=False)  # the values by which ``loss_fn`` decided
@@ -144,7 +144,7 @@ def trace_step(
             tensors_kept(model, dict(zip(structure.paths, given, strict=True))),
             caches_emptied_on_error(),
             refusals.other_threads_refused(),
-            random_state_traced(trace.random_calls),
+            random_state_traced(trace.seeds),
             answers_as_in_eager(),
             collectives_with_waits(),
             decisions.watched(),

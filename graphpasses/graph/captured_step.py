@@ -214,8 +214,7 @@ class CapturedStep(TrainGraph):
 
     def value_of(self, leaves: Sequence[Any]) -> Callable[[GraphInput], Any]:
         """Returns what tells the values of inputs, for these leaves of a batch."""
-        paths, every = (path for path, _ in self.batch_leaves), [*leaves, *self.carried.read()]
-        given = dict(zip(paths, every, strict=True))
+        given = dict(zip((path for path, _ in self.batch_leaves), [*leaves, *self.carried.read()], strict=True))
 
         def value(item: GraphInput) -> Any:
             if item.kind is InputKind.BATCH:
@@ -346,9 +345,8 @@ class CapturedStep(TrainGraph):
                 "the step has its model's optimizer in it; capture a step of the other model with its own optimizer"
             )
         parameters, snapshot = parameter_infos(model, self.identity), self.snapshot.for_model(model, groups or {})
-        others = dict(zip(map(id, self.snapshot.structure.modules), snapshot.structure.modules, strict=True))
-        left = self.left_values.for_model(others, snapshot.attributes)
-        carried = self.carried.for_model(others, snapshot.attributes)
+        others = self.snapshot.structure.modules, snapshot.structure.modules, snapshot.attributes
+        left, carried = self.left_values.for_model(*others), self.carried.for_model(*others)
         return replace(self, model=model, parameters=parameters, snapshot=snapshot, left_values=left, carried=carried)
 
     @cached_property

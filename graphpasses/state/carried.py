@@ -172,23 +172,25 @@ class Carried:
             for place, value in zip(self.places, values, strict=True):
                 place.write(value)
 
-    def for_model(self, others: Mapping[int, nn.Module], attributes: Iterable[Owner]) -> Carried:
-        """Returns the same of a step of another model, see :func:`places_in`."""
-        return replace(self, places=tuple(places_in(self.places, others, attributes)))
+    def for_model(self, *others: Any) -> Carried:
+        """Returns the same of a step of another model, which :func:`places_in` is given."""
+        return replace(self, places=tuple(places_in(self.places, *others)))
 
 
 NONE_CARRIED = Carried()
 
 
 def places_in(
-    places: Iterable[Place], others: Mapping[int, nn.Module], attributes: Iterable[Owner]
+    places: Iterable[Place],
+    modules: Iterable[nn.Module],
+    others: Iterable[nn.Module],
+    attributes: Iterable[Owner],
 ) -> Iterator[Place]:
-    """Yields the same places of another model, of which ``others`` are the modules, by ``id`` of this one's, and
-    which has these attributes.
-    """
+    """Yields the same places of another model, which has these attributes, and ``others`` in place of ``modules``."""
+    instead = dict(zip(map(id, modules), others, strict=True))
     slots = {slot.path: (owner, slot) for owner in attributes for slot in owner.slots.values()}
     for place in places:
-        if (other := others.get(id(place.owner.value))) is not None:
+        if (other := instead.get(id(place.owner.value))) is not None:
             yield replace(place, owner=Owner(other, place.owner.path))
         elif place.slot.path in slots:
             owner, slot = slots[place.slot.path]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,7 +24,7 @@ from graphpasses.state.carried import CarriedError, Found, Place, changing, is_n
 from graphpasses.state.keys import CONTAINERS, MISSING, key_of
 from graphpasses.state.model import is_trained
 from graphpasses.state.patterns import COMPUTED, Known, filled, misfit, pattern_of, stand_ins, walk, was_read
-from graphpasses.state.slots import Owner, Slot, read, write
+from graphpasses.state.slots import Slot, read, write
 
 
 def values_of(model: nn.Module) -> dict[str, Any]:
@@ -99,9 +99,9 @@ class Left:
         module = model.get_submodule(fqn)
         return next((each for each in (module._parameters, module._buffers) if name in each), vars(module)), name
 
-    def for_model(self, others: Mapping[int, nn.Module], attributes: Iterable[Owner]) -> Left:
-        """Returns the same of a step of another model, see :func:`places_in`."""
-        places = places_in(self.places.values(), others, attributes)
+    def for_model(self, *others: Any) -> Left:
+        """Returns the same of a step of another model, which :func:`places_in` is given."""
+        places = places_in(self.places.values(), *others)
         return replace(self, places=dict(zip(self.places, places, strict=True)))
 
     def mark(self) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import inspect
 import os
+import random
 import re
+import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
@@ -163,6 +165,9 @@ class Reads:
         return calls_watched(self._on_call)
 
     def _begin(self) -> None:
+        self._outside.note_generator("Python's random", random.random.__self__)  # type: ignore[attr-defined]
+        if (numpy := sys.modules.get("numpy")) is not None:
+            self._outside.note_generator("numpy.random", numpy.random.rand.__self__)
         self._watch(nn.Module)
         self._watch(module_kind := type("module", (ModuleType,), {}))
         for library in users_modules():
