@@ -24,8 +24,7 @@ from graphpasses.analysis.backward import backward_nodes
 from graphpasses.analysis.effects import launches_collective
 from graphpasses.analysis.uses import check_added_one_by_one
 from graphpasses.capture.autocast_casts import autocasts_around, cast_once, check_cast_once, find_cast
-from graphpasses.capture.compile_options import CompileOptions, Inner
-from graphpasses.capture.compile_report import CompileReport
+from graphpasses.capture.compile_options import CompileOptions, CompileReport, Inner
 from graphpasses.capture.compiled_call import CompiledCall, running
 from graphpasses.capture.compiled_gradients import CompiledGradients, copy_held, find_views_returned
 from graphpasses.capture.compiled_graphs import read_aot_graph, read_model_graph
@@ -68,7 +67,7 @@ def compile(
         fuse: compile groups of operators whose bits are fixed as one kernel each, with ``inner="aot_eager"``: the
             bits stay, see :class:`~graphpasses.passes.FuseExactly`.
         disable: names of passes to leave out.
-        report: a :class:`~graphpasses.capture.compile_report.CompileReport` to fill, or a file to write it to.
+        report: a :class:`~graphpasses.CompileReport` to fill, or a file to write it to.
         prove: whether each rewritten graph is proved to have the bits of the one it was made from, as
             :meth:`Pipeline.run` has it.
         fullgraph: raise where the model cannot be one graph, as ``torch.compile`` does.

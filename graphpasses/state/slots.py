@@ -19,7 +19,7 @@ from types import CellType, MethodType
 from typing import Any, NamedTuple
 
 from graphpasses.errors import CaptureError
-from graphpasses.identity import containers_with_copies, has_other_items, put_back
+from graphpasses.identity import containers_with_copies, put_back
 from graphpasses.state import keys
 from graphpasses.state.keys import CONTAINERS, MISSING, Key, Pairs, key_of
 from graphpasses.state.patterns import Same, misfit
@@ -190,10 +190,6 @@ class Slot:
     def was(self, value: Any) -> Any:
         """Returns a value, or the copy by which a container is what it was."""
         return next((items for container, items in self.copies if container is value), value)
-
-    def changed_containers(self) -> set[int]:
-        """Returns the ids of the containers in the value that have other items than they had."""
-        return {id(container) for container, items in self.copies if has_other_items(container, items)}
 
     def restore(self, owner: Any) -> None:
         """Gives the owner what the name was, and that the items that it had."""
