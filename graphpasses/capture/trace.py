@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -358,12 +358,10 @@ def _autocast_cached(model: nn.Module, *, keeps_casts: bool) -> Iterator[None]:
     # The tracer turns the cache off.
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(keeps_casts)
-    handle = register_module_forward_hook(check) if why else None
     try:
-        yield
+        with register_module_forward_hook(check) if why else nullcontext():
+            yield
     finally:
-        if handle is not None:
-            handle.remove()
         torch.set_autocast_cache_enabled(cached)
 
 

@@ -156,7 +156,7 @@ def _refuse_idle(source: UpdateSource, names: Mapping[torch.Tensor, str]) -> Non
     changed: list[str] = []
 
     def run(*given: torch.Tensor) -> list[Any]:
-        live = Kept({}, others.live().groups)
+        live = source.optimizers.kept({})
         parameters = dict(zip(idle, given, strict=True))
         kept, _ = others.step(parameters, {}, live, live.numbers(source.optimizers), is_first=True)
         changed.extend(fqn for fqn, each in parameters.items() if each.grad is not None or kept.state[fqn])

@@ -122,9 +122,7 @@ class UpdateSource:
 
     def live(self) -> Kept:
         """Returns what the optimizer keeps now, of each parameter that it updates."""
-        fqns = (fqn for group in self.groups for fqn in group)
-        state = {fqn: dict(self.optimizers.state_of(self.parameters[fqn])) for fqn in fqns}
-        return Kept(state, [dict(group) for _, group in self.optimizers.groups])
+        return self.optimizers.kept({fqn: self.parameters[fqn] for group in self.groups for fqn in group})
 
     def kept(self) -> Kept:
         """Returns what the optimizer keeps: the live state or, where it is not there yet, one like it will be."""
@@ -147,7 +145,7 @@ class UpdateSource:
         """Returns what is kept after the first step, which is taken on fake tensors."""
         if not self.parameters:
             return self.live()
-        live = Kept({}, [dict(group) for _, group in self.optimizers.groups])
+        live = self.optimizers.kept({})
         mode = new_fake_mode()
 
         def fake(value: Any) -> Any:

@@ -61,6 +61,11 @@ class Optimizers:
                 return state
         return {}
 
+    def kept(self, parameters: Mapping[str, torch.Tensor]) -> Kept:
+        """Returns what they keep now: of parameters, by FQN, and in their groups."""
+        state = {fqn: self.state_of(parameter) for fqn, parameter in parameters.items()}
+        return Kept(state, [group for _, group in self.groups])
+
     def step(self) -> None:
         for optimizer in self.each:
             optimizer.step()
@@ -149,8 +154,7 @@ class OptimizerFacts:
 
     def kept(self, parameters: Mapping[str, torch.Tensor]) -> Kept:
         """Returns what the optimizers keep now, of the parameters that are updated."""
-        state = {fqn: self.optimizers.state_of(parameters[fqn]) for fqn in self.state}
-        return Kept(state, [group for _, group in self.optimizers.groups])
+        return self.optimizers.kept({fqn: parameters[fqn] for fqn in self.state})
 
     def is_made(self, kept: Kept) -> bool:
         """Whether all is there that the first step makes."""
@@ -317,11 +321,6 @@ class Kept:
         for fqn, values in self.state.items():
             found |= {(fqn, name): value for name, value in values.items() if is_number(value)}
         return found
-
-
-def numbers_of(optimizers: Optimizers) -> dict[Number, Any]:
-    """Returns the numbers of all groups, and the tensors in their places, by name."""
-    return Kept({}, [group for _, group in optimizers.groups]).numbers(optimizers)
 
 
 def with_numbers(group: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str, Any]:

@@ -136,10 +136,15 @@ def _refuse(owners: Iterable[Owner], advice: str = AGAIN, **options: Any) -> Non
 def settings_of(model: nn.Module) -> tuple[Owner, ...]:
     """Returns the settings that a step's graph has built in; not those that kernels read, as ``cudnn.benchmark``."""
     device = next(nn.Module.parameters(model)).device.type
+    has_autocast = torch.amp.is_autocast_available(device)
+    # What ``torch.autocast(device)`` takes where it is given none.
+    dtype: Callable[[], Any] = partial(torch.get_autocast_dtype, device) if has_autocast else lambda: None
     asked: dict[str, Callable[[], Any]] = {
         "torch.get_default_dtype()": torch.get_default_dtype,
         "torch.get_default_device()": torch.get_default_device,
         "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled,
+        f"autocast on {device!r}": lambda: dtype() if has_autocast and torch.is_autocast_enabled(device) else None,
+        f"torch.get_autocast_dtype({device!r})": dtype,
         "torch.is_autocast_cache_enabled()": torch.is_autocast_cache_enabled,
         **{f"torch.backends.cuda.{name}()": getattr(cuda, name) for name in _ATTENTION},
         "torch.backends.cudnn.enabled": lambda: cudnn.enabled,
@@ -155,10 +160,6 @@ def settings_of(model: nn.Module) -> tuple[Owner, ...]:
             for name in SETTINGS
         },
     }
-    if torch.amp.is_autocast_available(device):
-        dtype = partial(torch.get_autocast_dtype, device)  # what ``torch.autocast(device)`` takes if given none
-        asked[f"autocast on {device!r}"] = lambda: dtype() if torch.is_autocast_enabled(device) else None
-        asked[f"torch.get_autocast_dtype({device!r})"] = dtype
     owners = tuple(Owner(Asked(ask)) for ask in asked.values())
     for name, owner in zip(asked, owners, strict=True):
         owner.add(name, name)
