@@ -28,8 +28,8 @@ from graphpasses._torch.symbols import is_read_number
 from graphpasses.capture.traced_lines import is_traced_code, line_of, user_line
 from graphpasses.errors import CaptureError, GraphPassesError
 from graphpasses.identity import walk_modules
-from graphpasses.state.left_tensors import FIRST_CALL
 from graphpasses.state.model import check_gradient_hooks, is_trained, trained_state
+from graphpasses.state.slots import FIRST_CALL
 
 
 def refuse_arguments(*given: Any) -> None:

@@ -45,13 +45,7 @@ from graphpasses.graph.several_models import first_model
 from graphpasses.identity import IdentityMap, find_state, named_state
 from graphpasses.state.carried import Carried
 from graphpasses.state.kept_tensors import caches_emptied_on_error
-from graphpasses.state.left_tensors import (
-    FIRST_CALL,
-    Left,
-    LeftTensors,
-    live_state_restored,
-    tensors_kept,
-)
+from graphpasses.state.left_tensors import Left, LeftTensors, live_state_restored, tensors_kept
 from graphpasses.state.model import is_trained, structure_check, trained_state
 from graphpasses.state.patterns import Known
 from graphpasses.state.reads import Reads
@@ -136,7 +130,7 @@ def trace_step(
             """Returns the parameters, and buffers, that have gradients, by FQN."""
             return {fqn: parameter for fqn, parameter in named.items() if parameter.grad is not None}
 
-        check_structure = structure_check(model, state, first_call=FIRST_CALL)
+        check_structure = structure_check(model, state)
         given = [args[index] for index in structure.same or range(len(args))]
         named_inputs = [*given, *carried.tensors(numbers)]
         records.append(record := record_calls(model, identity, named_inputs, only_undo=not is_recorded))

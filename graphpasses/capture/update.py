@@ -247,14 +247,10 @@ def _trace(
     for node in [each for each in graph.nodes if getattr(each.target, "namespace", "") == "profiler"][::-1]:
         graph.erase_node(node)
     graph.eliminate_dead_code()
-    return lazy_module(traced.gm, graph), _drop_unread(graph, inputs), left
-
-
-def _drop_unread(graph: fx.Graph, inputs: Sequence[GraphInput]) -> tuple[GraphInput, ...]:
-    kept = []
+    read = []
     for item, node in zip(inputs, graph.find_nodes(op="placeholder"), strict=True):
         if node.users:
-            kept.append(item)
+            read.append(item)
         else:
             graph.erase_node(node)
-    return tuple(kept)
+    return lazy_module(traced.gm, graph), tuple(read), left

@@ -24,7 +24,7 @@ from graphpasses.state.carried import CarriedError, Found, Place, changing, is_n
 from graphpasses.state.keys import CONTAINERS, MISSING, key_of
 from graphpasses.state.model import is_trained
 from graphpasses.state.patterns import COMPUTED, Known, filled, misfit, pattern_of, stand_ins, walk, was_read
-from graphpasses.state.slots import Slot, read, write
+from graphpasses.state.slots import FIRST_CALL, Slot, read, write
 
 
 def values_of(model: nn.Module) -> dict[str, Any]:
@@ -297,7 +297,6 @@ IN_CONTAINER = (
     "call reads or adds to, or another object than a tensor or Python value. Make a new list, tuple or dict in each "
     "forward, or keep it in an attribute, or a buffer, of its own"
 )
-FIRST_CALL = ". If it does so at the first call only, run loss_fn once before the capture"
 
 
 def _varies(value: Any) -> bool:

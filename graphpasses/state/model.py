@@ -24,7 +24,7 @@ from graphpasses._torchtitan import wrapped_class
 from graphpasses.errors import CaptureError
 from graphpasses.identity import walk_modules
 from graphpasses.state.keys import TensorFacts, key_of
-from graphpasses.state.slots import AGAIN, Difference, changed
+from graphpasses.state.slots import AGAIN, FIRST_CALL, Difference, changed
 
 # Of a module: also the ``forward`` that was set on it, and the names of its parameters, buffers and modules.
 _FACTS = ("__class__", "training", "forward", "hooks", "names")
@@ -201,9 +201,9 @@ def _hook_error(fqn: str, kind: str) -> CaptureError:
     )
 
 
-def structure_check(model: nn.Module, tensors: Mapping[str, torch.Tensor], *, first_call: str) -> Callable[[], None]:
+def structure_check(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
     """Returns what raises if a step changes which modules a model has, their ties, or what counts of them, but for
-    their modes; ``tensors`` are its own, for which others stand. ``first_call`` ends the message.
+    their modes; ``tensors`` are its own, for which others stand.
     """
     before, modules = dict(model.named_modules()), [*model.modules()]
     every = frozenset(range(len(modules)))
@@ -227,26 +227,26 @@ def structure_check(model: nn.Module, tensors: Mapping[str, torch.Tensor], *, fi
         for fqn, module in model.named_modules():
             if before.get(fqn) is not module:
                 what = "puts another module in the place of" if fqn in before else "adds a module,"
-                raise CaptureError(f"forward {what} {fqn!r}, and a captured step would not{first_call}")
+                raise CaptureError(f"forward {what} {fqn!r}, and a captured step would not{FIRST_CALL}")
         for fqn, known, now in zip(before, facts, _facts(modules, every), strict=True):
             for name, was, is_now in zip(_FACTS, known, now, strict=True):
                 # Which parameters and buffers there are is looked at elsewhere.
                 if was != is_now and (name != "names" or {*was} == {*is_now}):
                     what = f"{fqn}.{name}".lstrip(".")
                     raise CaptureError(
-                        f"forward changes {what!r} of a module, and a captured step would not{first_call}"
+                        f"forward changes {what!r} of a module, and a captured step would not{FIRST_CALL}"
                     )
         for fqn, was_hooked, is_hooked in zip((*tensors, *watched), hooked, hooks(), strict=True):
             if was_hooked != is_hooked:
                 raise CaptureError(
                     f"loss_fn, or a hook, adds or removes a hook that gets the gradient of {fqn!r}, and a captured "
-                    f"step would not{first_call}"
+                    f"step would not{FIRST_CALL}"
                 )
         if [*map(unsaved_buffers, modules)] != unsaved:
-            raise CaptureError(f"forward sets whether a buffer is saved, and a captured step would not{first_call}")
+            raise CaptureError(f"forward sets whether a buffer is saved, and a captured step would not{FIRST_CALL}")
         if any(was != now for was, now in zip(tied, ties(), strict=True) if -1 not in (was, now)):
             raise CaptureError(
-                f"forward ties two parameters, or parts them, and a captured step would not{first_call}"
+                f"forward ties two parameters, or parts them, and a captured step would not{FIRST_CALL}"
             )
 
     return check

@@ -25,6 +25,7 @@ from graphpasses.state.keys import CONTAINERS, MISSING, Key, Pairs, key_of
 from graphpasses.state.patterns import Same, misfit
 
 AGAIN = "capture the step again, or undo the change"
+FIRST_CALL = ". If it does so at the first call only, run loss_fn once before the capture"
 
 
 def changed(what: str, was: object, now: object, advice: str = AGAIN, *, has: bool = False) -> CaptureError:
@@ -153,7 +154,8 @@ class Slot:
 
     def __post_init__(self) -> None:
         self.is_fixed = not keys.changes_in_place(self.value)
-        self.copies = containers_with_copies(_opened(self.value))
+        state = keys.torch_state(self.value)  # of torch's objects the attributes are put back
+        self.copies = containers_with_copies(self.value if state is None else state)
 
     def look_again(self, owner: Any) -> None:
         """Takes what now stands under the name for what it was."""
@@ -199,11 +201,6 @@ class Slot:
             write(owner, self.name, self.value)
         for container, items in self.copies:
             put_back(container, items)
-
-
-def _opened(value: Any) -> Any:
-    """Returns what has the items of a value: itself, or an object's of torch attributes."""
-    return value if (state := keys.torch_state(value)) is None else state
 
 
 @dataclass(eq=False, slots=True)
