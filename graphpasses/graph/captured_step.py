@@ -207,9 +207,9 @@ class CapturedStep(TrainGraph):
 
     def look(self, leaves: Sequence[Any]) -> list[torch.Tensor | None]:
         """Returns the model's tensors, by slot; raises if the step is not for it, or for these leaves of a batch."""
-        tensors, num_given = self.snapshot.check(self.model), len(leaves)
-        check_leaves(leaves, self.batch_leaves[:num_given], self.varying)
-        self.carried.check(self.batch_leaves[num_given:], self.varying)
+        tensors = self.snapshot.check(self.model, self.carried.places, self.left_values.places.values())
+        check_leaves(leaves, self.batch_leaves[: len(leaves)], self.varying)
+        self.carried.check(self.batch_leaves[len(leaves) :], self.varying)
         return tensors
 
     def value_of(self, leaves: Sequence[Any]) -> Callable[[GraphInput], Any]:

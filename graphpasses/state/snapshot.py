@@ -74,8 +74,10 @@ class Snapshot:
         modules = {*map(id, self.structure.modules)}
         return [*self.names, *(owner for owner in self.attributes if id(owner.value) not in modules)]
 
-    def check(self, model: nn.Module) -> list[torch.Tensor | None]:
-        """Returns the model's tensors, by slot; raises, and names it, if something is not what it was."""
+    def check(self, model: nn.Module, *places: Iterable[Place]) -> list[torch.Tensor | None]:
+        """Returns the model's tensors, by slot; raises, and names it, if something is not what it was, or if
+        ``places`` that the step reads and leaves are no more the model's.
+        """
         tensors = None if self._seen is None else self._seen.tensors(model)
         if tensors is not None and self._seen is not None:
             _refuse(self._seen.owners)
@@ -92,6 +94,13 @@ class Snapshot:
                 self._seen = seen
             else:  # a module was replaced by one that is alike, but for what forward read of it
                 self.for_model(model, {})
+                own = {id(owner.value) for owner in self.attributes} | {*map(id, self.structure.modules)}
+                for place in chain(*places):
+                    if id(place.owner.value) in own - {*map(id, model.modules())}:
+                        raise CaptureError(
+                            f"a module was replaced since the step was captured, and {place.name}, which the step "
+                            f"leaves, stands in the former; {AGAIN}"
+                        )
         _refuse((*self.settings, *self.tensors))
         _refuse(self.names, _IN_BATCH)
         return tensors

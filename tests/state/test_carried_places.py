@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -239,6 +240,45 @@ def test_a_step_of_another_model() -> None:
     step = capture_train_step(outside, Model(), X)
     with pytest.raises(CaptureError, match=r"capture the other model's step"):
         step.for_model(Model())
+
+
+class Stateful(nn.Linear):
+    def __init__(self, kind: str) -> None:
+        super().__init__(4, 4)
+        self.kind = kind
+        self.state: Any = {"number": 0, "tensor": torch.zeros(4), "list": [torch.zeros(4)]}[kind]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        if self.kind == "number":
+            self.state += 1
+            return out * self.state
+        out = out + (self.state if self.kind == "tensor" else self.state[0])
+        mean = out.detach().mean(0)
+        if self.kind == "tensor":
+            self.state = mean
+        else:
+            self.state[0] = mean
+        return out
+
+
+@pytest.mark.parametrize("kind", ["number", "tensor", "list"])
+def test_a_module_that_is_replaced_by_one_alike(kind: str) -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    model = nn.Sequential(Stateful(kind))
+    twin = copy.deepcopy(model)
+    step, losses = capture_train_step(loss_fn, model, X), []
+    for index in range(6):
+        if index == 3:
+            model[0] = copy.deepcopy(model[0])
+        losses.append((step(X).item(), loss_fn(twin, X).item()))
+    assert [ours for ours, _ in losses] == [theirs for _, theirs in losses]
+    assert str(model[0].state) == str(twin[0].state)
+    model[0] = copy.deepcopy(model[0])
+    with pytest.raises(CaptureError, match=r"^a module was replaced since .* '0.state.*', which the step leaves"):
+        replace(step.captures[-1], recapture=None)(X)
 
 
 def test_variables_of_one_name() -> None:
