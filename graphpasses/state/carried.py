@@ -36,8 +36,8 @@ class Place:
     @property
     def name(self) -> str:
         """What messages call it."""
-        is_number_of_module = self.is_of_module and is_number(self.slot.value)
-        return f"attribute {self.path!r}" if is_number_of_module else repr(self.path)
+        is_count = self.is_of_module and is_number(self.slot.value) and self.base == self.slot.path
+        return f"attribute {self.path!r}" if is_count else repr(self.path)
 
     @property
     def is_of_module(self) -> bool:

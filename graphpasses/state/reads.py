@@ -76,7 +76,8 @@ class Reads:
 
     def count(self, places: Iterable[Place]) -> None:
         """Notes what stands in places, which is no constant of the step."""
-        self._ignored |= {(id(place.owner.value), place.slot.name) for place in places if place.is_of_module}
+        own = (place for place in places if place.is_of_module and id(place.owner.value) in self._outside.of_model)
+        self._ignored |= {(id(place.owner.value), place.slot.name) for place in own}
         for owner, name in ((place.owner.value, place.slot.name) for place in places):
             self._carried[id(owner), name] = key_of(read(owner, name))
         self._inputs = {(id(place.owner.value), place.slot.name) for place in places if not place.keys}

@@ -249,17 +249,20 @@ class Stateful(nn.Linear):
         self.state: Any = {"number": 0, "tensor": torch.zeros(4), "list": [torch.zeros(4)]}[kind]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = super().forward(x)
-        if self.kind == "number":
-            self.state += 1
-            return out * self.state
-        out = out + (self.state if self.kind == "tensor" else self.state[0])
-        mean = out.detach().mean(0)
-        if self.kind == "tensor":
-            self.state = mean
-        else:
-            self.state[0] = mean
-        return out
+        return keep(self, super().forward(x))
+
+
+def keep(module: Stateful, out: torch.Tensor) -> torch.Tensor:
+    if module.kind == "number":
+        module.state += 1
+        return out * module.state
+    out = out + (module.state if module.kind == "tensor" else module.state[0])
+    mean = out.detach().mean(0)
+    if module.kind == "tensor":
+        module.state = mean
+    else:
+        module.state[0] = mean
+    return out
 
 
 @pytest.mark.parametrize("kind", ["number", "tensor", "list"])
@@ -279,6 +282,19 @@ def test_a_module_that_is_replaced_by_one_alike(kind: str) -> None:
     model[0] = copy.deepcopy(model[0])
     with pytest.raises(CaptureError, match=r"^a module was replaced since .* '0.state.*', which the step leaves"):
         replace(step.captures[-1], recapture=None)(X)
+
+
+@pytest.mark.parametrize("kind", ["number", "tensor", "list"])
+def test_what_a_module_outside_keeps(kind: str) -> None:
+    def loss_of(side: Stateful) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+        return lambda model, x: keep(side, model(x)).square().mean()
+
+    model, side, twin = nn.Linear(4, 4), Stateful(kind), Stateful(kind)
+    step = capture_train_step(loss_of(side), model, X)
+    for _ in range(3):
+        assert step(X).item() == loss_of(twin)(model, X).item()
+    assert str(side.state) == str(twin.state)
+    assert step.captures == (step,)
 
 
 def test_variables_of_one_name() -> None:
