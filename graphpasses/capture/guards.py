@@ -171,8 +171,7 @@ class Decisions:
             for symbol, value in self._values.items()
             if symbol not in stated
         ]
-        if self._carried:
-            self._refuse_carried((*self._decisions, *told))
+        self._refuse_carried((*self._decisions, *told))
         self._refuse_numbers((*self._decisions, *told))
         by_condition = {decision.condition: decision for decision in reversed((*self._decisions, *told))}
         decisions = [
