@@ -8,6 +8,7 @@ import threading
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -77,7 +78,7 @@ def refuse_model(model: nn.Module) -> None:
                 f"parameter {fqn!r} is of a lazy module, and has no shape yet; run the model once before"
             )
     for fqn, tensor in trained_state(model).items():
-        check_gradient_hooks(fqn, tensor)
+        check_gradient_hooks(partial(str, fqn), tensor)
 
 
 class NowTrainedError(CaptureError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, chain
 from typing import Any
 
@@ -125,8 +126,7 @@ class ModelStructure:
         for parameter, (slot, was) in zip(trained, self.trainable.items(), strict=True):
             if is_trained(parameter) != was:
                 raise changed(self._kind(slot), f"requires_grad={was}", not was, has=True)
-            if _waits_untraced(parameter):
-                check_gradient_hooks(self._name(slot), parameter)
+            check_gradient_hooks(partial(self._name, slot), parameter)
         if (hooks := gradient_hook_ids(trained)) != self.hooks:
             for slot, known, found in zip(self.trainable, self.hooks, hooks, strict=True):
                 if known != found:
@@ -176,22 +176,13 @@ def trained_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return trained | {fqn: buffer for fqn, buffer in buffers if is_trained(buffer)}
 
 
-def check_gradient_hooks(fqn: str, parameter: torch.Tensor) -> None:
-    """Raises if a hook that no trace calls waits for a parameter's gradient."""
-    if _waits_untraced(parameter):
-        is_optimizers = bool(optimizers_in_backward(parameter))
-        raise _hook_error(
-            fqn,
-            " (apply_optimizer_in_backward(..., register_hook=False), for DistributedDataParallel)"
-            if is_optimizers
-            else " (register_hook of a DTensor; take register_post_accumulate_grad_hook)",
-        )
-
-
-def _waits_untraced(parameter: torch.Tensor) -> bool:
+def check_gradient_hooks(name: Callable[[], str], parameter: torch.Tensor) -> None:
+    """Raises if a hook that no trace calls waits for the gradient of a parameter, whose FQN is asked for then."""
     if optimizers_in_backward(parameter) and not hooks_in_backward(parameter):
-        return True
-    return is_tensor_subclass(parameter) and bool(gradient_hooks(parameter))
+        kind = " (apply_optimizer_in_backward(..., register_hook=False), for DistributedDataParallel)"
+        raise _hook_error(name(), kind)
+    if is_tensor_subclass(parameter) and gradient_hooks(parameter):
+        raise _hook_error(name(), " (register_hook of a DTensor; take register_post_accumulate_grad_hook)")
 
 
 def _hook_error(fqn: str, kind: str) -> CaptureError:
