@@ -87,6 +87,8 @@ def trace_update(step: CapturedStep, source: UpdateSource) -> Update:
                 fused = [index for index, group in enumerate(kept.groups) if group.get("fused")]
                 numbers = TracedNumbers(kept.numbers(optimizers), fused)
                 module, inputs, left = _trace(source, kept, numbers, reads)
+            if reads.drawn:
+                raise CaptureError(reads.drawn)
             replaced = tuple(
                 (str(fqn), name) for (fqn, name), value in left.items() if isinstance(value, torch.Tensor)
             )

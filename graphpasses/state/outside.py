@@ -220,18 +220,19 @@ class Outside:
         """Notes the state of a generator of random numbers, which are not to be drawn from it."""
         self._generators.append((name, generator, copy.deepcopy(generator)))
 
-    def refuse_draws(self) -> None:
-        """Raises if a generator of random numbers was drawn from, and puts its state back."""
+    def drawn(self) -> str | None:
+        """Says why a step is refused that drew from a generator of random numbers, and puts its state back."""
         for name, generator, before in self._generators:
             if keys.random_state(generator) != keys.random_state(before):
                 if (bits := getattr(generator, "bit_generator", None)) is not None:
                     bits.state = before.bit_generator.state
                 else:
                     generator.__setstate__(before.__getstate__())
-                raise CaptureError(
+                return (
                     f"loss_fn draws random numbers of {name}, and a captured step would repeat those of its capture. "
                     "Draw them with torch, or outside, and give them in the batch"
                 )
+        return None
 
     def finish(self) -> None:
         """Asks modules of libraries, and adds new attributes."""
