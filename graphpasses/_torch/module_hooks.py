@@ -74,13 +74,12 @@ def guard_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
 
 
 def gradient_hook_ids(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
-    """Returns the numbers of the hooks that wait for each tensor's gradient; () if there are none."""
+    """Returns the numbers of the hooks that wait for each tensor's gradient."""
     if not have_hooks(tensors) and not _handles_in_backward():
-        return ()
-    ids = tuple(
+        return ((),) * len(tensors)
+    return tuple(
         (*gradient_hooks(tensor), *(number for _, number in accumulation_hooks(tensor))) for tensor in tensors
     )
-    return ids if any(ids) else ()
 
 
 def give_gradient_hooks(tensor: torch.Tensor, other: torch.Tensor) -> None:

@@ -60,7 +60,7 @@ def _truths_that_go_on(frame: FrameType) -> set[bool]:
             at += 1
         if instructions[at].opname == "TO_BOOL":  # before a jump, from Python 3.13 on
             at += 1
-        if _is_jump(instructions[at]):
+        if {"TRUE", "FALSE"}.intersection(instructions[at].opname.split("_")):  # a jump by it
             return _goes_on(instructions, at)
         if instructions[at].opname != "RETURN_VALUE":
             return set()
@@ -69,10 +69,6 @@ def _truths_that_go_on(frame: FrameType) -> set[bool]:
 
 
 _BETWEEN = ("CACHE", "NOT_TAKEN")
-
-
-def _is_jump(instruction: dis.Instruction) -> bool:
-    return bool({"TRUE", "FALSE"}.intersection(instruction.opname.split("_")))
 
 
 def _load_of_called(instructions: list[dis.Instruction], call: dis.Instruction) -> dis.Instruction | None:

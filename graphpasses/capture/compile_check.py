@@ -28,7 +28,6 @@ from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.returned import loss_of
 from graphpasses.identity import attributes_restored
-from graphpasses.ops.random_state import read_states
 
 
 @never_compiled
@@ -102,28 +101,17 @@ def _refuse(model: nn.Module) -> None:
 
 def _results(model: nn.Module, batch: Sequence[Any], run: Callable[[], Any]) -> Results:
     """Returns copies of all that a run leaves behind, which is put back."""
-    drawn: Results = {}
-
-    def run_and_draw() -> Any:
-        result = run()
-        drawn.update({f"state of the random numbers ({device})": state for device, state in read_states().items()})
-        return result
-
     tensors = _tensors(model, batch)
     every = {each for parameter in nn.Module.parameters(model) for each in optimizers_in_backward(parameter)}
-    optimizers = [each for each in every if not _is_of_tables(each)]
+    # Of sharded tables it shows what their kernels keep, in buffers of theirs.
+    optimizers = [one for one in every if not any(isinstance(each, ShardedTensor) for each in states_of([one]))]
     with (
         values_put_back(model, tensors.values(), optimizers),
         accumulators_restored(model, copied=True),
         attributes_restored(modules_and_lookups(model)),
     ):
-        results = run_step(model, run_and_draw, calls_hooks=True)
-        return copies_of(results | drawn | tensors | state_in_optimizers(model, optimizers))
-
-
-def _is_of_tables(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer shows what the kernels of sharded tables keep, in buffers of theirs."""
-    return any(isinstance(value, ShardedTensor) for value in states_of([optimizer]))
+        results = run_step(model, run, calls_hooks=True)
+        return copies_of(results | tensors | state_in_optimizers(model, optimizers))
 
 
 def _tensors(model: nn.Module, batch: Sequence[Any]) -> dict[str, torch.Tensor]:

@@ -7,9 +7,8 @@ import operator
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any
 from weakref import ref
 
 import torch
@@ -82,30 +81,42 @@ def _made_by(node: fx.Node) -> fx.Node:
     return source if isinstance(source, fx.Node) and not isinstance(source.meta.get("val"), Tensor) else node
 
 
-class UsesApart:
-    """The inputs of a compiled graph of which backward returns the gradient of each use, too.
+class CompiledGradients:
+    """What eager would do with the gradients of a compiled graph's inputs, each in its place.
 
     The graph adds the gradients of all uses in it, and eager adds each to what other graphs' uses, and those that
-    are not compiled, have given. Not of inputs of which a view comes out of the graph, nor of ``reduced`` parameters.
+    are not compiled, have given: of some inputs backward returns the gradient of each use, too. Not of those of which
+    a view comes out of the graph, nor of ``reduced`` parameters: of a model that reduces gradients in hooks.
+    ``keeps_bits`` is whether what compiled the graph adds as eager does.
     """
 
-    def __init__(self, graph: DynamoGraph, *, reduced: bool) -> None:
+    def __init__(self, graph: DynamoGraph, *, keeps_bits: bool, reduced: bool) -> None:
+        reached, nodes, triggers = reached_outputs(graph.graph), graph.placeholders, find_triggers(graph.graph)
+        self._names = [item.fqn for item in graph.inputs]
+        self._reached = [reached.get(node, frozenset()) for node in nodes]  # the outputs that come from an input
+        # Lookups that update their tables in backward.
+        self._triggers = [index for index, node in enumerate(nodes) if node in triggers]
+        self._keeps_bits = keeps_bits
+        # Of the gradient that eager gives each input, if the graph keeps bits.
+        self._num_summands: Sequence[int] = ()
+        # A call of the backward that the autocast around forward casts if both are in its block.
+        self.cast: str | None = None
         values = [each for each in graph.graph.output_node().args[0] if isinstance(each, fx.Node)]  # type: ignore[union-attr]
         returned = Counter(memory for each in values for memory in storages(each))
         # AOTAutograd makes views of its inputs that a graph returns outside of the joint graph.
-        self._num_views = [sum(returned[memory] for memory in storages(node)) for node in graph.placeholders]
+        self._num_views = [sum(returned[memory] for memory in storages(node)) for node in nodes]
         kinds = {InputKind.VALUE} if reduced else {InputKind.VALUE, InputKind.PARAMETER}
         self._open: set[int | None] = {
             index for index, item in enumerate(graph.inputs) if item.kind in kinds and not self._num_views[index]
         }
         self._graph: DynamoGraph | None = graph  # until all of it is compiled: the model goes with what calls it
-        self.num_uses: dict[int, int] = {}
+        self._num_uses: dict[int, int] = {}
         self._places: dict[int, slice] = {}  # of each input's gradients, in what the backward graph returns
         self._num_outputs: int | None = None  # of the backward graph, once there is one
         self._returned = threading.local()
 
-    def read(self, joint: fx.Graph) -> list[int]:
-        """Returns how many gradients eager adds for each input, which a joint graph adds, by position."""
+    def read(self, joint: fx.Graph) -> None:
+        """Reads from a joint graph how many gradients eager adds for each input."""
         for node in joint.find_nodes(op="call_function", target=_REPLACE):  # an alias would be replaced
             self._open.discard(describe_input(node.args[0])[0])
         assert self._graph is not None
@@ -122,10 +133,10 @@ class UsesApart:
                     num_summands = min(every, num_uses(given[index], reached.__contains__) or every)
                 counts[index] = max(counts[index], self._num_views[index] + num_summands)
                 if not attr and index in self._open and counts[index] > 1:
-                    self.num_uses[index] = num_summands
-        for index in self.num_uses.keys() - self._open:
-            del self.num_uses[index]
-        return counts
+                    self._num_uses[index] = num_summands
+        for index in self._num_uses.keys() - self._open:
+            del self._num_uses[index]
+        self._num_summands = counts
 
     def forget(self) -> None:
         """Forgets the graph, of which a joint graph was read, or none will be."""
@@ -139,9 +150,9 @@ class UsesApart:
         self._num_outputs = len(values)
         sums: list[fx.Node] = []
         for place, (value, index, *_) in enumerate(outputs):
-            if index in self.num_uses and isinstance(value, fx.Node):
-                summands = _summands(value, self.num_uses[index])
-                if len(summands) == self.num_uses[index]:
+            if index in self._num_uses and isinstance(value, fx.Node):
+                summands = _summands(value, self._num_uses[index])
+                if len(summands) == self._num_uses[index]:
                     self._places[index] = slice(len(values), len(values) + len(summands))
                     values += summands
                     values[place] = summands[0]
@@ -166,10 +177,10 @@ class UsesApart:
         return boxed(run)
 
     def use(self, inputs: Sequence[Any]) -> tuple[list[Any], dict[int, list[Tensor | None]]]:
-        """Returns what a call takes for its inputs, and where :meth:`take` puts the gradients of uses."""
+        """Returns what a call takes for its inputs, and where the gradients of uses are put."""
         taken: dict[int, list[Tensor | None]] = {}
         values = list(inputs)
-        for index, count in self.num_uses.items():
+        for index, count in self._num_uses.items():
             if self._num_outputs is not None and index not in self._places:
                 continue  # a pass made of the sum another
             if values[index].requires_grad and torch.is_grad_enabled():
@@ -177,13 +188,67 @@ class UsesApart:
                 values[index] = use_apart(values[index], count, taken[index])
         return values, taken
 
-    def take(self, taken: dict[int, list[Tensor | None]]) -> set[int]:
+    def _take(self, taken: dict[int, list[Tensor | None]]) -> set[int]:
         """Puts the gradients of uses where autograd takes them; returns of which inputs there are any."""
         results = self._returned.__dict__.pop("results", ())
         found = taken.keys() & self._places.keys()
         for index in found:
             taken[index][:] = results[self._places[index]]
         return found
+
+    def follow(self, outputs: Sequence[Any], inputs: Sequence[Any], taken: dict[int, list[Tensor | None]]) -> None:
+        """Lets the backward of a call give no gradient that eager does not give; ``use`` made ``taken``.
+
+        Where the loss does not depend on an output, AOTAutograd gives zeros to what that output alone comes from.
+        """
+        if (node := backward_node(outputs, inputs)) is None:
+            return
+        if triggers := [get_gradient_edge(inputs[index]) for index in self._triggers if inputs[index].requires_grad]:
+            node.register_prehook(partial(_check_tables_reached, triggers))
+        places = {each.output_nr: i for i, each in enumerate(outputs) if getattr(each, "grad_fn", None) is node}
+        tensors = [index for index, value in enumerate(inputs) if isinstance(value, Tensor)]
+        several = {index for index, count in enumerate(self._num_summands) if count > 1}
+        watched = {index for index in several if not gradient_hooks(inputs[index])}  # which may give others
+        this = ref(node)
+
+        def after(
+            gradients: Sequence[Tensor | None], given: Sequence[Tensor | None]
+        ) -> tuple[Tensor | None, ...] | None:
+            apart = self._take(taken)
+            if len(gradients) != len(tensors):  # one that was given twice, or views of one
+                return None
+            arrived = {places.get(number) for number, gradient in enumerate(given) if gradient is not None}
+            kept = [
+                None if None not in arrived and self._reached[i] and arrived.isdisjoint(self._reached[i]) else each
+                for each, i in zip(gradients, tensors, strict=True)
+            ]
+            if not self._keeps_bits:
+                return tuple(kept)
+            if self.cast and autocasts_around():
+                raise FidelityError(
+                    f"backward runs under autocast, which in eager casts what {self.cast} is given, and nothing in a "
+                    "compiled graph. Call backward after the block of autocast, as PyTorch advises, in both runs"
+                )
+            added, edges = added_in_this_backward(), this().next_functions  # type: ignore[union-attr]
+            for index, edge, gradient in zip(tensors, edges, kept, strict=True):
+                if gradient is None or index in apart:
+                    continue
+                if index in taken:  # a pass made another sum
+                    edge = behind_uses(edge)
+                if edge in added and index in several:
+                    raise FidelityError(_SEVERAL.format(self._names[index]))
+                if index in watched:
+                    added[edge] = gradient
+                    check = partial(_check_alone, edge, self._names[index])
+                    after_this_backward(edge[0].register_prehook(check).remove)
+                else:
+                    before = added.get(edge)
+                    added[edge] = None if before is None else before + gradient
+            return tuple(kept)
+
+        node.register_hook(after)
+        token = token_of(*(inputs[index] for index in tensors if inputs[index].requires_grad))
+        node.register_hook(partial(_refuse_derivative, token))
 
 
 _REPLACE = torch.ops.aten.set_.source_Tensor  # an assignment to `.data` of an input
@@ -199,89 +264,6 @@ def _summands(value: fx.Node, num_summands: float = math.inf) -> list[fx.Node]:
         found.insert(0, last)
         value = before
     return [value, *found]
-
-
-@dataclass
-class CompiledGradients:
-    """What eager would do with the gradients of a compiled graph's inputs, each in its place."""
-
-    names: tuple[str, ...]
-    reached: tuple[frozenset[int], ...]  # the outputs that come from an input
-    triggers: tuple[int, ...]  # of lookups that update their tables in backward
-    keeps_bits: bool  # whether what compiled the graph adds as eager does
-    uses: UsesApart
-    num_summands: Sequence[int] = ()  # of the gradient that eager gives each input, if the graph keeps bits
-    cast: str | None = None  # a call of the backward that the autocast around forward casts if both are in its block
-
-    @classmethod
-    def of(cls, graph: DynamoGraph, *, keeps_bits: bool, reduced: bool) -> Self:
-        """Reads them from a graph that Dynamo traced; ``reduced`` is whether its model reduces gradients in hooks."""
-        reached, nodes, triggers = reached_outputs(graph.graph), graph.placeholders, find_triggers(graph.graph)
-        return cls(
-            tuple(item.fqn for item in graph.inputs),
-            tuple(reached.get(node, frozenset()) for node in nodes),
-            tuple(index for index, node in enumerate(nodes) if node in triggers),
-            keeps_bits,
-            UsesApart(graph, reduced=reduced),
-        )
-
-    def read(self, joint: fx.Graph) -> None:
-        """Reads from a joint graph how many gradients eager adds for each input."""
-        self.num_summands = self.uses.read(joint)
-
-    def follow(self, outputs: Sequence[Any], inputs: Sequence[Any], taken: dict[int, list[Tensor | None]]) -> None:
-        """Lets the backward of a call give no gradient that eager does not give; ``UsesApart.use`` made ``taken``.
-
-        Where the loss does not depend on an output, AOTAutograd gives zeros to what that output alone comes from.
-        """
-        if (node := backward_node(outputs, inputs)) is None:
-            return
-        if triggers := [get_gradient_edge(inputs[index]) for index in self.triggers if inputs[index].requires_grad]:
-            node.register_prehook(partial(_check_tables_reached, triggers))
-        places = {each.output_nr: i for i, each in enumerate(outputs) if getattr(each, "grad_fn", None) is node}
-        tensors = [index for index, value in enumerate(inputs) if isinstance(value, Tensor)]
-        several = {index for index, count in enumerate(self.num_summands) if count > 1}
-        watched = {index for index in several if not gradient_hooks(inputs[index])}  # which may give others
-        this = ref(node)
-
-        def after(
-            gradients: Sequence[Tensor | None], given: Sequence[Tensor | None]
-        ) -> tuple[Tensor | None, ...] | None:
-            apart = self.uses.take(taken)
-            if len(gradients) != len(tensors):  # one that was given twice, or views of one
-                return None
-            arrived = {places.get(number) for number, gradient in enumerate(given) if gradient is not None}
-            kept = [
-                None if None not in arrived and self.reached[i] and arrived.isdisjoint(self.reached[i]) else each
-                for each, i in zip(gradients, tensors, strict=True)
-            ]
-            if not self.keeps_bits:
-                return tuple(kept)
-            if self.cast and autocasts_around():
-                raise FidelityError(
-                    f"backward runs under autocast, which in eager casts what {self.cast} is given, and nothing in a "
-                    "compiled graph. Call backward after the block of autocast, as PyTorch advises, in both runs"
-                )
-            added, edges = added_in_this_backward(), this().next_functions  # type: ignore[union-attr]
-            for index, edge, gradient in zip(tensors, edges, kept, strict=True):
-                if gradient is None or index in apart:
-                    continue
-                if index in taken:  # a pass made another sum
-                    edge = behind_uses(edge)
-                if edge in added and index in several:
-                    raise FidelityError(_SEVERAL.format(self.names[index]))
-                if index in watched:
-                    added[edge] = gradient
-                    check = partial(_check_alone, edge, self.names[index])
-                    after_this_backward(edge[0].register_prehook(check).remove)
-                else:
-                    before = added.get(edge)
-                    added[edge] = None if before is None else before + gradient
-            return tuple(kept)
-
-        node.register_hook(after)
-        token = token_of(*(inputs[index] for index in tensors if inputs[index].requires_grad))
-        node.register_hook(partial(_refuse_derivative, token))
 
 
 @never_compiled

@@ -29,9 +29,7 @@ def read_dynamic_shapes(structure: BatchStructure, leaves: Sequence[Any], dynami
         for path, leaf in by_path.items():
             if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.size(0) in samples:
                 found[path] = {0: VaryingDim()}
-        _read_default(structure, by_path, found)
-    else:
-        _read(structure, dynamic_shapes, by_path, found)
+    _read(structure, dynamic_shapes, by_path, found)
     for path, dims in found.items():
         if dims and not by_path[path].is_contiguous():
             raise CaptureError(
@@ -64,18 +62,13 @@ def _num_samples(structure: BatchStructure, leaves: _Leaves) -> int:
     return int(number) // max(num_keys, 1)
 
 
-def _read_default(structure: BatchStructure, leaves: _Leaves, found: dict[str, dict[int, VaryingDim]]) -> None:
-    for container in _containers(structure):
-        for path in container.paths:
-            if isinstance(leaves[path], torch.Tensor):
-                found[path] = {0: VaryingDim()}
-
-
 def _read(structure: BatchStructure, spec: Any, leaves: _Leaves, found: dict[str, dict[int, VaryingDim]]) -> None:
     if structure.kind is None:
         found[structure.path] = dict(_read_leaf(structure.path, spec, leaves[structure.path]))
     elif spec is None:
-        _read_default(structure, leaves, found)
+        for path in (path for container in _containers(structure) for path in container.paths):
+            if isinstance(leaves[path], torch.Tensor):
+                found[path] = {0: VaryingDim()}
     else:
         for key, child in zip(structure.keys, structure.children, strict=True):
             _read(child, _entries(structure, spec)[key], leaves, found)

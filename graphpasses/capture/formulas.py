@@ -26,11 +26,6 @@ from graphpasses.ops.eager_gradient import EAGER_GRADIENT, MASKED_PLACE, MASKED_
 
 aten = torch.ops.aten
 
-_LOOK = (
-    *(aten.max.default, aten.min.default, aten.median.default, aten.nanmedian.default),
-    *(aten.prod.default, aten.prod.dim_int, aten.cumprod.default),
-)
-
 
 def give_eagers_formulas(graph: fx.Graph, is_backward: Callable[[fx.Node], bool] = is_backward) -> None:
     """Lets a traced step, or a joint graph, compute by an operator of ours what autograd computes otherwise in eager.
@@ -106,7 +101,8 @@ def _replace(graph: fx.Graph, call: fx.Node, formula: list[fx.Node], is_backward
 
 # How eager's formula of an operator takes the place of the traced one.
 _FORMULAS: dict[Any, Callable[[fx.Graph, fx.Node, list[fx.Node], _IsBackward], None]] = {
-    **dict.fromkeys(_LOOK, _replace),
+    **dict.fromkeys((aten.max.default, aten.min.default, aten.median.default, aten.nanmedian.default), _replace),
+    **dict.fromkeys((aten.prod.default, aten.prod.dim_int, aten.cumprod.default), _replace),
     **dict.fromkeys((aten.masked_fill.Tensor, aten.masked_fill_.Tensor), _add_filled),
     aten.masked_select.default: _place_selected,
 }

@@ -33,6 +33,7 @@ from graphpasses.errors import CaptureError
 from graphpasses.graph import GraphInput, InputKind
 from graphpasses.graph.batch import Varying
 from graphpasses.graph.guards import NO_DECISION, Decision, Guards, Symbol, run_nodes
+from graphpasses.identity import named_state
 from graphpasses.state.carried import BuiltInError
 
 aten = torch.ops.aten
@@ -170,8 +171,7 @@ class Decisions:
             for symbol, value in self._values.items()
             if symbol not in stated
         ]
-        if self._carried:
-            self._refuse_carried((*self._decisions, *told))
+        self._refuse_carried((*self._decisions, *told))
         self._refuse_numbers((*self._decisions, *told))
         by_condition = {decision.condition: decision for decision in reversed((*self._decisions, *told))}
         decisions = [
@@ -295,13 +295,11 @@ def _undecided(where: str) -> CaptureError:
 
 def _state(model: nn.Module) -> Iterator[tuple[GraphInput, torch.Tensor]]:
     """Yields the state of a model as the tracer flattens it."""
-    for kind, named in (
-        (InputKind.PARAMETER, model.named_parameters(remove_duplicate=False)),
-        (InputKind.BUFFER, model.named_buffers(remove_duplicate=False)),
-    ):
-        for fqn, tensor in named:
-            for attr in inner_names(tensor) if is_tensor_subclass(tensor) else ("",):
-                yield GraphInput(kind, fqn, attr), getattr(tensor, attr) if attr else tensor
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for fqn, tensor in named_state(model):
+        kind = InputKind.PARAMETER if fqn in parameters else InputKind.BUFFER
+        for attr in inner_names(tensor) if is_tensor_subclass(tensor) else ("",):
+            yield GraphInput(kind, fqn, attr), getattr(tensor, attr) if attr else tensor
 
 
 _COMPARISONS = {getattr(aten, name).Scalar: getattr(operator, name) for name in ("lt", "le", "gt", "ge")}

@@ -33,6 +33,7 @@ from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.returned import Returned, loss_of
 from graphpasses.graph.several_models import first_model
 from graphpasses.identity import IdentityMap, named_state, same_bits
+from graphpasses.ops.random_state import read_states
 from graphpasses.state.keys import key_of
 from graphpasses.state.left_tensors import Assigned, LeftTensors, live_state_restored, tensors_kept
 from graphpasses.state.model import trained_state
@@ -90,7 +91,7 @@ def check_step(
     has no update; ``batch`` is what it was captured on, and ``traced`` are the calls that were traced.
     """
     model, outside = step.model, step.snapshot.outside_model
-    carried = step.carried.tensors(step.carried.read(model))
+    carried = step.carried.tensors(step.carried.read())
     leaves = [*step.batch_structure.leaves(batch), *carried]
     consensus = RankConsensus.of_graph(step.graph, next(nn.Module.parameters(model)).device)
     agreed = partial(consensus.raised_together, FidelityError(_ANOTHER_RANK))
@@ -165,14 +166,14 @@ def _seeds_refused(step: CapturedStep, record: OperatorCalls) -> Iterator[_State
 def run_step(
     model: nn.Module, run: Callable[[], Any], outside: Iterable[Owner] = (), *, calls_hooks: bool = False
 ) -> Results:
-    """Runs a step; returns what it returns, gradients and buffers, by what they are, and puts all but written tensors
-    back, also what it leaves ``outside``. Unless it ``calls_hooks``, those behind gradients are set aside.
+    """Runs a step; returns what it returns and leaves, by what that is, and puts all but written tensors back, also
+    what it leaves ``outside``. Unless it ``calls_hooks``, those behind gradients are set aside.
     """
     named = {f"gradient of {fqn!r}": each for fqn, each in trained_state(model).items()}
     with (
         live_state_restored(model),
         fsdp2_state_restored(model),
-        values_restored(outside) as held,
+        values_restored(outside) as changed_outside,
         torch.autograd.set_multithreading_enabled(False),
     ):
         for parameter in named.values():
@@ -183,7 +184,7 @@ def run_step(
         order = {"order of the hooks behind gradients": called} if called else {}
         buffers = {f"buffer {fqn!r}": each for fqn, each in model.named_buffers()}
         changed = {f"attribute {fqn!r}": each for fqn, each in in_modules.changed().items()}
-        changed |= {repr(path): each for path, each in held.changed().items()}
+        changed |= {repr(path): each for path, each in changed_outside().items()}
         left, values = dict[str, Any](), dict[str, Any]()
         for name, value in changed.items():
             leaves, structure = pytree.tree_flatten(value)
@@ -205,6 +206,7 @@ def run_step(
             **left,
             **{f"data of {fqn!r}": tensor.detach() for fqn, (tensor, _) in assigned.changed().items()},
             **{name: _text_of(each) for name, each in (values | order).items()},
+            **{f"state of the random numbers ({device})": state for device, state in read_states().items()},
         }
 
 

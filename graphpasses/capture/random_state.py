@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -18,29 +15,20 @@ from graphpasses.analysis.backward import is_backward
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.nodes import named_call
 from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE, accelerator
-from graphpasses.state.outside import drawn
-
-
-@dataclass(frozen=True)
-class RandomCalls:
-    """What a traced block did with random numbers beside drawing those of torch."""
-
-    seeds: list[str] = field(default_factory=list)  # the calls that seeded torch's generator
-    others: list[str] = field(default_factory=list)  # whose random numbers the block drew instead of torch's
 
 
 @contextmanager
-def random_state_traced(calls: RandomCalls) -> Iterator[None]:
+def random_state_traced(seeds: list[str]) -> Iterator[None]:
     """Puts calls that read and set random states, the CPU's or the accelerator's, into the graph traced in the block.
 
     Activation checkpointing saves the state in forward and sets it in backward, so that both draw the same numbers.
-    ``calls`` gets what else the block does with random numbers. Source: ``torch.utils.checkpoint`` and
+    ``seeds`` gets the calls that seed torch's generator. Source: ``torch.utils.checkpoint`` and
     ``torch.random.fork_rng``.
     """
 
     def seeding(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            calls.seeds.append(f"torch.{function.__name__}")
+            seeds.append(f"torch.{function.__name__}")
             return function(*args, **kwargs)
 
         return call
@@ -48,14 +36,12 @@ def random_state_traced(calls: RandomCalls) -> Iterator[None]:
     replaced = {name: seeding(getattr(torch, name)) for name in ("manual_seed", "seed")}
     replaced |= {"get_rng_state": READ_RANDOM_STATE, "set_rng_state": SET_RANDOM_STATE}
     replace: Any = mock.patch.multiple
-    before = _python_states()
     with ExitStack() as stack:
         for module in (torch, torch.random):
             stack.enter_context(replace(module, **replaced))
         if (device := accelerator()) is not None:
             stack.enter_context(replace(torch.get_device_module(device), **_of_device(device)))
         yield
-    calls.others.extend(name for name, state in _python_states().items() if before.get(name, state) != state)
 
 
 def _of_device(current: torch.device) -> dict[str, Callable[..., Any]]:
@@ -72,23 +58,15 @@ def _of_device(current: torch.device) -> dict[str, Callable[..., Any]]:
     }
 
 
-def _python_states() -> dict[str, object]:
-    states: dict[str, object] = {"Python's random": random.getstate()}
-    if (numpy := sys.modules.get("numpy")) is not None:
-        name, keys, *rest = numpy.random.get_state()
-        states["numpy.random"] = (name, keys.tobytes(), *rest)
-    return states
-
-
-def find_random_fault(step: CapturedStep, calls: RandomCalls) -> str | None:
-    """Returns why a step would draw other random numbers than eager; without any, no state is read or set."""
+def find_random_fault(step: CapturedStep, seeds: Sequence[str]) -> str | None:
+    """Returns why a step would draw other random numbers than eager, where ``loss_fn`` makes calls that seed torch's
+    generator; without any, no state is read or set.
+    """
     states = [node for node in step.graph.nodes if node.target in (READ_RANDOM_STATE, SET_RANDOM_STATE)]
     drawing = [node for node in step.graph.nodes if draws(node) and node not in states]
-    if calls.others:
-        return drawn(calls.others[0])
-    if calls.seeds and drawing:
+    if seeds and drawing:
         return (
-            f"loss_fn calls {calls.seeds[0]}, and {named_call(drawing[0])} draws from its generator; a captured step "
+            f"loss_fn calls {seeds[0]}, and {named_call(drawing[0])} draws from its generator; a captured step "
             "would not seed again. Seed before the step"
         )
     of_devices = {device.type for node in states if (device := named_arguments(node).get("device"))}

@@ -8,6 +8,7 @@ import threading
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -28,8 +29,8 @@ from graphpasses._torch.symbols import is_read_number
 from graphpasses.capture.traced_lines import is_traced_code, line_of, user_line
 from graphpasses.errors import CaptureError, GraphPassesError
 from graphpasses.identity import walk_modules
-from graphpasses.state.left_tensors import FIRST_CALL
 from graphpasses.state.model import check_gradient_hooks, is_trained, trained_state
+from graphpasses.state.slots import FIRST_CALL
 
 
 def refuse_arguments(*given: Any) -> None:
@@ -77,7 +78,7 @@ def refuse_model(model: nn.Module) -> None:
                 f"parameter {fqn!r} is of a lazy module, and has no shape yet; run the model once before"
             )
     for fqn, tensor in trained_state(model).items():
-        check_gradient_hooks(fqn, tensor)
+        check_gradient_hooks(partial(str, fqn), tensor)
 
 
 class NowTrainedError(CaptureError):

@@ -10,9 +10,8 @@ from torch import fx, nn
 from graphpasses._torch.step_tracer import TracedFunction
 from graphpasses.errors import CaptureError
 from graphpasses.identity import same_bits
-from graphpasses.state.carried import CarriedError, Place, is_countable, is_nothing, is_number
-from graphpasses.state.changes import followed
-from graphpasses.state.keys import Key
+from graphpasses.state.carried import CarriedError, Place, changing, followed, is_nothing, is_number
+from graphpasses.state.keys import MISSING, Key
 from graphpasses.state.left_tensors import Left
 from graphpasses.state.patterns import OldValueError
 from graphpasses.state.reads import Reads
@@ -52,7 +51,7 @@ def trace_until_settled(
             is_first = recaptures and bool(read) and not (why or outside)
             if failed is not None and not is_first:
                 raise CaptureError(why or left[0].refusal_of(names) or str(failed)) from failed
-            is_first = is_first or _begins(model, reads, left, changed, names, is_same=is_same, may_begin=recaptures)
+            is_first = is_first or _begins(reads, left, changed, names, is_same=is_same, may_begin=recaptures)
             reads.must_stay = not is_first  # a part of a call may have changed it
     if is_first:
         left[:] = [left[0].for_first_calls(reads.is_input)]
@@ -60,10 +59,9 @@ def trace_until_settled(
 
 
 def _begins(
-    model: nn.Module,
     reads: Reads,
     left: Sequence[Left],
-    changed: Mapping[Slot, tuple[Difference, Key]],
+    changed: Mapping[Slot, tuple[Place, Difference, Key]],
     names_read: set[str],
     *,
     is_same: bool,
@@ -76,14 +74,15 @@ def _begins(
     begins = False
     different = left[0].refusal_of(names_read) or left[0].difference(left[1], is_same=is_same)
     changed_again = reads.changed()
-    numbers: list[str | Place] = []
-    for slot, (first, key) in changed.items():
-        second, _ = changed_again.get(slot, (None, None))
+    numbers: list[Place] = []
+    for slot, (place, first, key) in changed.items():
+        _, second, _ = changed_again.get(slot, (None, None, None))
         last = first.before if second is None else second.now
         texts = [*map(str, (first.before, first.now, last))]
         if second is None or second.now != first.now:
-            is_fqn = is_number(slot.value) and is_countable(model, slot.path)
-            found = [slot.path] if is_fqn else [*followed(reads.changing(slot, *left), ())]
+            patterns = (each.values.get(slot.path, MISSING) for each in left)
+            is_count = place.is_of_module and is_number(slot.value) and is_number(place.read(own=True))
+            found = [place] if is_count else followed(changing(place, *patterns), ())
             numbers += found
             is_begun = may_begin and is_nothing(slot.value) and first.now.kind in (int, float)
             begins = begins or is_begun

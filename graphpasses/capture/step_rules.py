@@ -37,25 +37,26 @@ def refuse_step(step: CapturedStep, trace: Trace) -> None:
             raise CaptureError(reason)
 
 
-def _recurrent_kernel(step: CapturedStep, _: Trace) -> str | None:
-    if not step.graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer_backward.default):
-        return None
-    return (
+# Of calls that no step has, which they are, and why.
+_REFUSED_CALLS: dict[Callable[[fx.Node], bool], str] = {
+    lambda node: node.target is aten.mkldnn_rnn_layer_backward.default: (
         "the model has an LSTM that runs in oneDNN, whose backward cannot be run from a graph; turn oneDNN off in "
         "both runs, with torch.backends.mkldnn.set_flags(False)"
-    )
+    ),
+    lambda node: getattr(node.target, "namespace", "") == "c10d": (
+        "loss_fn communicates in place: {call}. A graph has no wait for it, so what it brings could be read too "
+        "early. Call all_reduce, all_gather, all_gather_into_tensor, reduce_scatter, reduce_scatter_tensor, "
+        "all_to_all_single or scatter of torch.distributed, without async_op, or communicate before or after the step"
+    ),
+    lambda node: getattr(node.target, "overloadpacket", None) is aten.set_: (
+        f"a tensor {OTHER_MEMORY}, with {{call}}{WRITE_IN_PLACE}"
+    ),
+}
 
 
-def _collectives_in_place(step: CapturedStep, _: Trace) -> str | None:
-    for node in step.graph.nodes:
-        if getattr(node.target, "namespace", "") == "c10d":
-            return (
-                f"loss_fn communicates in place: {named_call(node)}. A graph has no wait for it, so what it brings "
-                "could be read too early. Call all_reduce, all_gather, all_gather_into_tensor, reduce_scatter, "
-                "reduce_scatter_tensor, all_to_all_single or scatter of torch.distributed, without async_op, or "
-                "communicate before or after the step"
-            )
-    return None
+def _calls(step: CapturedStep, _: Trace) -> str | None:
+    found = ((why, node) for is_one, why in _REFUSED_CALLS.items() for node in filter(is_one, step.graph.nodes))
+    return next((why.format(call=named_call(node)) for why, node in found), None)
 
 
 def _branches(step: CapturedStep, _: Trace) -> str | None:
@@ -68,13 +69,6 @@ def _branches(step: CapturedStep, _: Trace) -> str | None:
                     "variable of its own, and the captured step would compute no gradient by it. Write `if`, or "
                     "torch.where"
                 )
-    return None
-
-
-def _other_memory(step: CapturedStep, _: Trace) -> str | None:
-    for node in step.graph.nodes:
-        if getattr(node.target, "overloadpacket", None) is aten.set_:
-            return f"a tensor {OTHER_MEMORY}, with {named_call(node)}{WRITE_IN_PLACE}"
     return None
 
 
@@ -100,10 +94,6 @@ def _sparse_gradients(step: CapturedStep, _: Trace) -> str | None:
                 "sparse=False"
             )
     return None
-
-
-def _random_fault(step: CapturedStep, trace: Trace) -> str | None:
-    return find_random_fault(step, trace.random_calls)
 
 
 def find_written_groups(step: CapturedStep, memory: Mapping[str, tuple[int, set[Any]]]) -> dict[int, str]:
@@ -174,12 +164,10 @@ def _layout(value: torch.Tensor) -> str:
 
 
 RULES: tuple[StepRule, ...] = (
-    _recurrent_kernel,
-    _collectives_in_place,
+    _calls,
     _branches,
-    _other_memory,
     _shared_memory,
     _sparse_gradients,
-    _random_fault,
+    lambda step, trace: trace.reads.drawn or find_random_fault(step, trace.seeds),
     _outside_tensors,
 )

@@ -24,8 +24,7 @@ from graphpasses.analysis.backward import backward_nodes
 from graphpasses.analysis.effects import launches_collective
 from graphpasses.analysis.uses import check_added_one_by_one
 from graphpasses.capture.autocast_casts import autocasts_around, cast_once, check_cast_once, find_cast
-from graphpasses.capture.compile_options import CompileOptions, Inner
-from graphpasses.capture.compile_report import CompileReport
+from graphpasses.capture.compile_options import CompileOptions, CompileReport, Inner
 from graphpasses.capture.compiled_call import CompiledCall, running
 from graphpasses.capture.compiled_gradients import CompiledGradients, copy_held, find_views_returned
 from graphpasses.capture.compiled_graphs import read_aot_graph, read_model_graph
@@ -68,7 +67,7 @@ def compile(
         fuse: compile groups of operators whose bits are fixed as one kernel each, with ``inner="aot_eager"``: the
             bits stay, see :class:`~graphpasses.passes.FuseExactly`.
         disable: names of passes to leave out.
-        report: a :class:`~graphpasses.capture.compile_report.CompileReport` to fill, or a file to write it to.
+        report: a :class:`~graphpasses.CompileReport` to fill, or a file to write it to.
         prove: whether each rewritten graph is proved to have the bits of the one it was made from, as
             :meth:`Pipeline.run` has it.
         fullgraph: raise where the model cannot be one graph, as ``torch.compile`` does.
@@ -174,7 +173,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
         remembered=remembered,
         place=captured.place,
     )
-    gradients = CompiledGradients.of(rewritten, keeps_bits=keeps_bits, reduced=of.reduces_gradients)
+    gradients = CompiledGradients(rewritten, keeps_bits=keeps_bits, reduced=of.reduces_gradients)
     around = autocasts_around()
     if keeps_bits and (several := find_views_returned(rewritten)) is not None:
         report.warn(several)
@@ -196,11 +195,11 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
         made = run(graph)
         gm.graph = made.graph
         if stage is Stage.BACKWARD and keeps_bits and late is None:
-            gradients.uses.return_apart(gm.graph)
+            gradients.return_apart(gm.graph)
         return made.runs_as
 
     joint, forward, backward = (partial(rewrite, each) for each in (Stage.JOINT, Stage.FORWARD, Stage.BACKWARD))
-    compile_backward = late.compile if late is not None else gradients.uses.compile if keeps_bits else compile_whole
+    compile_backward = late.compile if late is not None else gradients.compile if keeps_bits else compile_whole
     stages = Stages(joint, forward, backward, fake_kernels_if_loaded, compile_backward)
     num_given = len(captured.inputs)
     given = [index for index in kept if index < num_given]
@@ -213,7 +212,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
             facts = "\n".join(map(repr, (options.pipeline.uuid(), *rewritten.inputs)))
             digest = hashlib.sha256(facts.encode()).hexdigest()
             compiled = compile_inductor(rewritten.module, fakes, stages, digest, keep_order=communicates)
-    gradients.uses.forget()
+    gradients.forget()
     compiled = of.in_order(compiled)
     checks, input_checks, backward_checks = rewritten.checks, rewritten.input_checks, rewritten.backward_checks
     cast_names = {index: captured.inputs[index].fqn for index in casts if keeps_bits}
@@ -232,7 +231,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
             check_cast_once({name: values[index] for index, name in cast_names.items()}, running().casts)
         last = () if late is None else (late.token(),)
         values = (*(values[index] for index in given), *added, *last)
-        given_apart, taken = gradients.uses.use(values)
+        given_apart, taken = gradients.use(values)
         outputs = compiled(*given_apart)
         gradients.follow(outputs, given_apart, taken)
         outputs = views.among(outputs, whole)

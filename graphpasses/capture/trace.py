@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from graphpasses._torch.symbols import each_size_its_own, mark_dims
 from graphpasses.capture import refusals
 from graphpasses.capture.guards import Decisions
 from graphpasses.capture.oracle import record_calls
-from graphpasses.capture.random_state import RandomCalls, random_state_traced
+from graphpasses.capture.random_state import random_state_traced
 from graphpasses.capture.settled import trace_until_settled
 from graphpasses.capture.traced_lines import module_names_traced
 from graphpasses.errors import CaptureError
@@ -45,37 +45,36 @@ from graphpasses.graph.several_models import first_model
 from graphpasses.identity import IdentityMap, find_state, named_state
 from graphpasses.state.carried import Carried
 from graphpasses.state.kept_tensors import caches_emptied_on_error
-from graphpasses.state.left_tensors import (
-    FIRST_CALL,
-    Left,
-    LeftTensors,
-    live_state_restored,
-    tensors_kept,
-)
+from graphpasses.state.left_tensors import Left, LeftTensors, live_state_restored, tensors_kept
 from graphpasses.state.model import is_trained, structure_check, trained_state
 from graphpasses.state.patterns import Known
 from graphpasses.state.reads import Reads
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trace:
-    """What tracing a step brought."""
+    """What tracing a step brought; what a trace of it brings itself, of several, which are alike, is the last's."""
 
-    result: TracedFunction  # the graph, and what its inputs and outputs are
     reads: Reads  # what the user's code read from outside
-    guards: Guards | None  # the values by which ``loss_fn`` decided
-    random_calls: RandomCalls  # what ``loss_fn`` did with random numbers beside drawing torch's
-    calls: list[Operator]  # the operators that were called, in order, if they were recorded
-    left: list[GraphOutput]  # what it leaves in buffers, attributes and tensors' ``data``: outputs before the marks
-    marks: Marks  # where FSDP2 may keep gradients unreduced: the last outputs of the traced function
-    taken: Sequence[tuple[Any, ...]]  # by which keys of the batch what ``loss_fn`` takes out of it is reached
-    held: Collection[str]  # FQNs of what the user's code also read by references beside the model
-    unsharded: Collection[int]  # indexes of the FSDP2 groups that no backward frees
-    memory: Mapping[str, tuple[int, set[Any]]]  # of parameters that FSDP2 gathers, and their groups, by FQN
-    left_values: Left  # Python values in attributes, and what is left elsewhere
-    returned: Returned  # what ``loss_fn`` returns; its tensors come behind those that it leaves
-    trained_outside: Sequence[torch.Tensor]  # what backward gives gradients and the model does not have
-    hook_order: tuple[str, ...]  # FQNs of what backward gives gradients, in order, if hooks wait behind that
+    seeds: list[str] = field(default_factory=list)  # the calls of ``loss_fn`` that seeded torch's generator
+    held: set[str] = field(default_factory=set)  # FQNs of what the user's code also read by references of its own
+    result: TracedFunction = field(init=False)  # the graph, and what its inputs and outputs are
+    guards: Guards | None = field(init=False)  # the values by which ``loss_fn`` decided
+    calls: list[Operator] = field(init=False)  # the operators that were called, in order, if they were recorded
+    left: list[GraphOutput] = field(
+        init=False
+    )  # what it leaves in buffers, attributes and tensors' ``data``: outputs before the marks
+    marks: Marks = field(
+        init=False
+    )  # where FSDP2 may keep gradients unreduced: the last outputs of the traced function
+    taken: Sequence[tuple[Any, ...]] = field(init=False)  # by which keys what ``loss_fn`` takes out is reached
+    unsharded: Collection[int] = field(init=False)  # indexes of the FSDP2 groups that no backward frees
+    # Of parameters that FSDP2 gathers, and their groups, by FQN.
+    memory: Mapping[str, tuple[int, set[Any]]] = field(init=False)
+    left_values: Left = field(init=False)  # Python values in attributes, and what is left elsewhere
+    returned: Returned = field(init=False)  # what ``loss_fn`` returns; its tensors come behind those that it leaves
+    trained_outside: Sequence[torch.Tensor] = field(init=False)  # what backward trains and the model does not have
+    hook_order: tuple[str, ...] = ()  # FQNs of what backward gives gradients, in order, if hooks wait behind that
 
 
 def trace_step(
@@ -102,16 +101,11 @@ def trace_step(
     identity, keeps_casts = IdentityMap.of(model), torch.is_autocast_cache_enabled()
     state = dict(named_state(model))
     is_ordered = any(map(accumulation_hooks, state.values()))
-    held: set[str] = set()
     records: list[OperatorCalls] = []
     all_left: list[Left] = []  # of each trace
-    found: dict[str, Any] = {}  # what else a trace brings: of several, which are alike, the last
-    random_calls, reads = RandomCalls(), Reads(model, loss_fn)
-    paths, leaves = (*structure.paths, *carried.paths), [*leaves, *carried.read(model)]
-    counts = carried.read_numbers(model)
-    for fqn in carried.fqns:
-        reads.ignore(fqn)
-    carried = carried.seen(model)
+    trace = Trace(reads := Reads(model, loss_fn))
+    paths, leaves = (*structure.paths, *carried.paths), [*leaves, *carried.read()]
+    before, carried = carried.own(), carried.seen()
     changing = (*structure.numbers, *carried.paths)
     decisions = Decisions(model, list(zip(paths, leaves, strict=True)), varying, changing)
 
@@ -137,7 +131,7 @@ def trace_step(
             """Returns the parameters, and buffers, that have gradients, by FQN."""
             return {fqn: parameter for fqn, parameter in named.items() if parameter.grad is not None}
 
-        check_structure = structure_check(model, state, first_call=FIRST_CALL)
+        check_structure = structure_check(model, state)
         given = [args[index] for index in structure.same or range(len(args))]
         named_inputs = [*structure.inputs(given, lambda number: None), *carried.tensors(numbers)]
         records.append(record := record_calls(model, identity, named_inputs, only_undo=not is_recorded))
@@ -145,7 +139,7 @@ def trace_step(
             tensors_kept(model, dict(zip(structure.paths, given, strict=True))),
             caches_emptied_on_error(),
             refusals.other_threads_refused(),
-            random_state_traced(random_calls),
+            random_state_traced(trace.seeds),
             answers_as_in_eager(),
             collectives_with_waits(),
             decisions.watched(),
@@ -153,10 +147,10 @@ def trace_step(
             refusals.gradients_refused(model),
             refusals.texts_refused(),
             communication_traced(model, copies=copies) as reductions,
-            held_traced(state, dict(named_state(model)), held),
+            held_traced(state, dict(named_state(model)), trace.held),
         ):
             reductions.filled = order
-            carried.write_traced(model, numbers)
+            carried.write_traced(numbers)
             given = [*structure.inputs(given, torch.Tensor.item)]
             reads.count(carried.places)
             left_tensors = LeftTensors(model)
@@ -174,7 +168,7 @@ def trace_step(
                 result = loss_fn(first_model(model), *batch)
             check_structure()
             each_once = {id(container.value): container for container in containers}
-            taken = [keys for container in each_once.values() for keys in container.taken()]
+            trace.taken = [keys for container in each_once.values() for keys in container.taken()]
             if different := {fqn for fqn, _ in named_state(model)} ^ state.keys():
                 raise CaptureError(
                     f"loss_fn makes or removes {min(different)!r}, a parameter or buffer, and a captured step would "
@@ -195,10 +189,10 @@ def trace_step(
                 raise CaptureError(_CALLED_BACKWARD)
             _check_loss(loss := loss_of(result), result, list(named))
             replacing = left_tensors.trained()
-            returned, others = Returned.of(result)
+            trace.returned, others = Returned.of(result)
             parameters = list(dict.fromkeys(named.values()))
             outside = _outside_leaves(loss, parameters)
-            found["trained_outside"] = [each for each in outside if not any(map(is_fake, read_tensors(each)))]
+            trace.trained_outside = [each for each in outside if not any(map(is_fake, read_tensors(each)))]
             # In this thread alone calls are seen.
             with torch.autograd.set_multithreading_enabled(False), reads.running(), record:
                 if fsdp_groups(model):  # FSDP2 looks for gradients where backward leaves them
@@ -217,18 +211,17 @@ def trace_step(
         for fqn, gradient in zip(replacing, also, strict=True):
             if gradient is not None:
                 raise CaptureError(_TRAINS_ANOTHER.format(fqn))
-        marks, marked = Marks.of(named, reductions)
-        left, values = left_tensors.find(reads.has_read)
+        trace.marks, marked = Marks.of(named, reductions)
+        left, values = left_tensors.find(reads.place)
         elsewhere, put = reads.left(Known(tensor for _, tensor in named_state(model)))
         left |= put
         elsewhere.values.update(values)
         all_left.append(elsewhere)
-        found.update(marks=marks, taken=taken, returned=returned)
         names = {id(each): fqn for fqn, each in named.items()}
-        found["hook_order"] = tuple(names[number] for number in order) if is_ordered else ()
-        found.update(unsharded=reductions.unsharded, memory=reductions.memory)
-        found["left"] = [GraphOutput(OutputKind.LEFT, fqn) for fqn in left]
-        found["left"] += [GraphOutput(OutputKind.MEMORY, fqn) for fqn in assigned]
+        trace.hook_order = tuple(names[number] for number in order) if is_ordered else ()
+        trace.unsharded, trace.memory = reductions.unsharded, reductions.memory
+        trace.left = [GraphOutput(OutputKind.LEFT, fqn) for fqn in left]
+        trace.left += [GraphOutput(OutputKind.MEMORY, fqn) for fqn in assigned]
         in_model = *left.values(), *assigned.values()
         each_gradient = [gradients.pop(parameter, None) for parameter in named.values()]
         return [
@@ -249,7 +242,7 @@ def trace_step(
         ):
             named = zip(paths, leaves, strict=True)
             given = [_distinct(leaf, varying.get(path, ())) for path, leaf in named]
-            traced = trace_until_settled(
+            trace.result = trace_until_settled(
                 model,
                 reads,
                 all_left,
@@ -259,19 +252,12 @@ def trace_step(
     finally:
         for record in reversed(records):
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
-        carried.put_back(model, counts)
+        carried.put_back(before)
         reads.look_again(carried.places)
-    calls, guards = records[0].calls, decisions.guards
-    return Trace(
-        traced,
-        reads,
-        guards,
-        random_calls,
-        calls,
-        held=held,
-        left_values=all_left[0].with_values(all_left[-1]),
-        **found,
-    )
+    trace.calls, trace.guards = records[0].calls, decisions.guards
+    # The later trace goes on where the first ended.
+    trace.left_values = replace(all_left[0], values=all_left[0].values | all_left[-1].values)
+    return trace
 
 
 def _note(order: list[int], number: int, gradient: torch.Tensor) -> None:
@@ -368,12 +354,10 @@ def _autocast_cached(model: nn.Module, *, keeps_casts: bool) -> Iterator[None]:
     # The tracer turns the cache off.
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(keeps_casts)
-    handle = register_module_forward_hook(check) if why else None
     try:
-        yield
+        with register_module_forward_hook(check) if why else nullcontext():
+            yield
     finally:
-        if handle is not None:
-            handle.remove()
         torch.set_autocast_cache_enabled(cached)
 
 

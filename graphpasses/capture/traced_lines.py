@@ -73,9 +73,5 @@ def module_names_traced(model: nn.Module) -> Iterator[None]:
         if entered and entered[-1][0] is module:  # not where another hook raised before it was entered
             entered.pop()[1].__exit__(None, None, None)
 
-    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
-    try:
+    with register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -254,15 +254,10 @@ def _is_made_here(node: fx.Node) -> bool:
     return node.op == "call_function" and not is_another
 
 
-def _renamed(node: fx.Node) -> fx.Node:
-    """Returns the tensor for which a node is another name."""
-    while node.target in SAME_TENSOR_OPS:
-        node = argument(node)
-    return node
-
-
 def _sums(gradient: fx.Node) -> list[str]:
     """Returns the names of the nodes by which autograd's engine adds up the gradients of a parameter's uses."""
+    while gradient.target in SAME_TENSOR_OPS:
+        gradient = argument(gradient)
     uses = {*added_uses(gradient)}
     nodes = reach([gradient], lambda node: () if node in uses else node.all_input_nodes) - uses
     return [node.name for node in gradient.graph.nodes if node in nodes]
@@ -278,7 +273,7 @@ def _take_marks(module: fx.GraphModule, marks: Marks) -> Cuts | None:
     output.args = (values[: -len(nodes)],)
     marked = lazy_module(module, copy_graph(module.graph))
     places = dict(zip(marks.names, nodes, strict=True))
-    added = {place: sums for place, node in places.items() if (sums := _sums(_renamed(node)))}
+    added = {place: sums for place, node in places.items() if (sums := _sums(node))}
     for node in nodes:
         node.replace_all_uses_with(node.args[0])
         module.graph.erase_node(node)

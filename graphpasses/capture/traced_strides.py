@@ -157,14 +157,12 @@ class _Watched(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
-        if n.op == "call_function" and not self.is_noted:
-            for real, traced in _other_strides(result, n.meta.get("val")):
-                self.is_noted = True
-                self._note(
-                    f"{named_call(n)} gives strides {real}, and torch traced it with {traced}: what follows may "
-                    "round otherwise than in eager. Compare some steps with eager's, or make its operands contiguous"
-                )
-                break
+        if n.op == "call_function" and not self.is_noted and (others := [*_other_strides(result, n.meta.get("val"))]):
+            self.is_noted, (real, traced) = True, others[0]
+            self._note(
+                f"{named_call(n)} gives strides {real}, and torch traced it with {traced}: what follows may "
+                "round otherwise than in eager. Compare some steps with eager's, or make its operands contiguous"
+            )
         return result
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -50,7 +49,7 @@ from graphpasses.state.kept_tensors import refuse_kept_tensors
 from graphpasses.state.keys import same_tensors
 from graphpasses.state.left_tensors import modes_of
 from graphpasses.state.optimizers import Optimizers
-from graphpasses.state.snapshot import Snapshot, check_unsharded
+from graphpasses.state.snapshot import Snapshot, check_unsharded, tensor_owner
 
 
 def capture_train_step(
@@ -184,7 +183,7 @@ def _capture(
         check_unsharded(groups)
         prepare_for_tracing(model)
         varying = read_dynamic_shapes(structure, leaves, dynamic_shapes)
-        varying = {**varying, **with_sizes_of_its_own(carried.named(model))} if dynamic_shapes else varying
+        varying = {**varying, **with_sizes_of_its_own(carried.named())} if dynamic_shapes else varying
         unchecked = why_unchecked(model, dict(zip(structure.paths, leaves, strict=True))) if check else ""
         # Trace
         stage("traces loss_fn and its backward")
@@ -194,8 +193,13 @@ def _capture(
             try:
                 trace = traced(is_recorded=unchecked is None)
             except NowTrainedError as error:
-                with _trained([get_state(model, fqn) for fqn in error.args]):
-                    return again()
+                with ExitStack() as undo:  # as eager's first step does, and no more if this fails
+                    for buffer in (get_state(model, fqn) for fqn in error.args):
+                        undo.callback(buffer.requires_grad_, False)
+                        buffer.requires_grad_()
+                    step = again()
+                    undo.pop_all()
+                    return step
             except CarriedError as error:
                 return again(carried=carried.and_also(*error.args))
             refuse_kept_tensors(trace.result)
@@ -206,7 +210,7 @@ def _capture(
             replace(structure, taken=tuple(trace.taken)),
             [
                 *zip(structure.paths, fake_copies(leaves), strict=True),
-                *zip(carried.paths, fake_copies(carried.read(model)), strict=True),
+                *zip(carried.paths, fake_copies(carried.read()), strict=True),
             ],
             trace.marks,
             left=trace.left,
@@ -214,7 +218,7 @@ def _capture(
             guards=trace.guards,
             left_unsharded=frozenset(trace.unsharded),
             left_values=trace.left_values,
-            carried=carried.seen(model),
+            carried=carried.seen(),
             returned=trace.returned,
             hook_order=trace.hook_order,
             snapshot=Snapshot.of(
@@ -235,7 +239,7 @@ def _capture(
         check_written_groups(step.written_groups, step.left_unsharded)
         if outside := outside_tensors(step):
             step.note(note_outside(outside))
-            step.snapshot = step.snapshot.with_tensors(outside)
+            step.snapshot.tensors = tuple(map(tensor_owner, outside))
         if groups and (note := premultiplied_note(BucketPlan.from_fully_shard(model).entries)):
             step.note(note)
         if clip_norm is not None and any(own_reduction(group) is not None for group in groups):
@@ -275,17 +279,3 @@ def _capture(
             elif update is not None:
                 step.note("the update was not compared with the optimizer's own: its bits may differ from run to run")
         return step if update is None else step.with_update(update)
-
-
-@contextmanager
-def _trained(buffers: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Lets buffers require gradients, as eager's first step does, and no more if the block fails."""
-    before = [(each, each.requires_grad) for each in buffers]
-    try:
-        for each, _ in before:
-            each.requires_grad_()
-        yield
-    except BaseException:
-        for each, was in before:
-            each.requires_grad_(was)
-        raise

@@ -87,6 +87,8 @@ def trace_update(step: CapturedStep, source: UpdateSource) -> Update:
                 fused = [index for index, group in enumerate(kept.groups) if group.get("fused")]
                 numbers = TracedNumbers(kept.numbers(optimizers), fused)
                 module, inputs, left = _trace(source, kept, numbers, reads)
+            if reads.drawn:
+                raise CaptureError(reads.drawn)
             replaced = tuple(
                 (str(fqn), name) for (fqn, name), value in left.items() if isinstance(value, torch.Tensor)
             )
@@ -156,7 +158,7 @@ def _refuse_idle(source: UpdateSource, names: Mapping[torch.Tensor, str]) -> Non
     changed: list[str] = []
 
     def run(*given: torch.Tensor) -> list[Any]:
-        live = Kept({}, others.live().groups)
+        live = source.optimizers.kept({})
         parameters = dict(zip(idle, given, strict=True))
         kept, _ = others.step(parameters, {}, live, live.numbers(source.optimizers), is_first=True)
         changed.extend(fqn for fqn, each in parameters.items() if each.grad is not None or kept.state[fqn])
@@ -247,14 +249,10 @@ def _trace(
     for node in [each for each in graph.nodes if getattr(each.target, "namespace", "") == "profiler"][::-1]:
         graph.erase_node(node)
     graph.eliminate_dead_code()
-    return lazy_module(traced.gm, graph), _drop_unread(graph, inputs), left
-
-
-def _drop_unread(graph: fx.Graph, inputs: Sequence[GraphInput]) -> tuple[GraphInput, ...]:
-    kept = []
+    read = []
     for item, node in zip(inputs, graph.find_nodes(op="placeholder"), strict=True):
         if node.users:
-            kept.append(item)
+            read.append(item)
         else:
             graph.erase_node(node)
-    return tuple(kept)
+    return lazy_module(traced.gm, graph), tuple(read), left

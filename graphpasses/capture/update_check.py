@@ -94,7 +94,7 @@ def _difference(
 
 def _other_numbers(update: Update) -> list[Mapping[Number, Any]]:
     """Returns other numbers, by which the optimizer does the same: half of each, and where it counts other counts."""
-    of_now, counted = update.facts.numbers, update.facts.arithmetic.counted
+    of_now, counted = update.facts.numbers, update.facts.arithmetic.left
     half = _with_counts(update, 0)
     others = (_with_counts(update, delta) for delta in range(1, 13) if counted)
     other = next((each for each in others if any(each[number] != of_now[number] for number in counted)), None)
@@ -106,11 +106,11 @@ def _other_numbers(update: Update) -> list[Mapping[Number, Any]]:
 def _with_counts(update: Update, delta: int) -> dict[Number, Any]:
     arithmetic, numbers = update.facts.arithmetic, update.facts.numbers
     other = {
-        number: value + delta if type(value) is int and number in arithmetic.counted else value * 0.5
+        number: value + delta if type(value) is int and number in arithmetic.left else value * 0.5
         for number, value in numbers.items()
     }
     if not delta:
-        other |= {number: numbers[number] for number in arithmetic.counted}
+        other |= {number: numbers[number] for number in arithmetic.left}
     while other:
         try:
             call = arithmetic.first_changed(other)
@@ -147,9 +147,6 @@ def _own_step(
     *,
     is_first: bool = False,
 ) -> tuple[Kept, dict[Number, Any]]:
-    numbers = {
-        number: value for number, value in numbers.items() if number[0] in kept.state or type(number[0]) is int
-    }
     try:
         with torch.random.fork_rng():
             torch.manual_seed(0)  # by which it may begin

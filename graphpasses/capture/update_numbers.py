@@ -112,7 +112,7 @@ class TracedNumbers:
     def computed(self, function: Callable[..., Any], *args: Any) -> Any:
         """Computes with stand-ins as Python does, and notes it; where the result is a bool, that is decided."""
         if any(isinstance(each, py_sym_types) for each in args):  # as a number that a tensor of state holds
-            return function(*map(self.of_torch, args))
+            return function(*map(_of_torch, args))
         if not all(type(each) is TracedNumber or isinstance(each, (int, float)) for each in args):
             # With None, or a string, numbers are compared alone.
             is_compared = function in _COMPARED and not any(isinstance(each, torch.Tensor) for each in args)
@@ -130,25 +130,19 @@ class TracedNumbers:
     def _note_call(self, function: Callable[..., Any], args: tuple[Any, ...], *answer: Any) -> Place:
         place = Place(len(self._inputs) + len(self._calls))
         places = tuple(each.place if type(each) is TracedNumber else each for each in args)
-        self._calls[place] = Call(function, places, self._behind(places), *answer)
+        behind = (self._calls[each].numbers for each in places if each in self._calls)
+        numbers = frozenset(self._numbers[each] for each in places if each in self._numbers).union(*behind)
+        self._calls[place] = Call(function, places, numbers, *answer)
         return place
 
-    def _behind(self, args: tuple[Any, ...]) -> frozenset[Number]:
-        places = [each for each in args if isinstance(each, Place)]
-        read = (frozenset({self._numbers[each]}) for each in places if each in self._numbers)
-        return frozenset().union(*read, *(self._calls[each].numbers for each in places if each in self._calls))
-
-    def of_torch(self, value: Any) -> Any:
-        """Returns what operators of torch are given for a stand-in: a number that is traced."""
-        return self._traced_at(value.place) if type(value) is TracedNumber else value
-
-    def _traced_at(self, value: Any) -> Any:
+    def traced_at(self, value: Any) -> Any:
+        """Returns what operators of torch are given for what stands at a place: a number that is traced."""
         if not isinstance(value, Place):
             return value
         if value not in self._of_torch:
             call = self._calls[value]
             function = _OF_TORCH.get(call.function, call.function)
-            self._of_torch[value] = function(*map(self._traced_at, call.args))
+            self._of_torch[value] = function(*map(self.traced_at, call.args))
         return self._of_torch[value]
 
     def _note(self, condition: sympy.Basic) -> None:
@@ -255,7 +249,7 @@ class TracedNumber:
 
 
 def _of_torch(value: Any) -> Any:
-    return value.trace.of_torch(value) if type(value) is TracedNumber else value
+    return value.trace.traced_at(value.place) if type(value) is TracedNumber else value
 
 
 def _compares(operation: Callable[[Any, Any], bool]) -> Any:

@@ -122,13 +122,17 @@ class UpdateSource:
 
     def live(self) -> Kept:
         """Returns what the optimizer keeps now, of each parameter that it updates."""
-        fqns = (fqn for group in self.groups for fqn in group)
-        state = {fqn: dict(self.optimizers.state_of(self.parameters[fqn])) for fqn in fqns}
-        return Kept(state, [dict(group) for _, group in self.optimizers.groups])
+        return self.optimizers.kept({fqn: self.parameters[fqn] for group in self.groups for fqn in group})
 
     def kept(self) -> Kept:
         """Returns what the optimizer keeps: the live state or, where it is not there yet, one like it will be."""
-        kept = self._kept()
+        live = self.live()
+        made = self.without([fqn for fqn, values in live.state.items() if values]).made()
+        are_grown = (new.keys() != was.keys() for new, was in zip(made.groups, live.groups, strict=True))
+        if any(are_grown) or any(made.state.values()):
+            kept = Kept({fqn: values or made.state[fqn] for fqn, values in live.state.items()}, made.groups)
+        else:
+            kept = live
         for fqn, values in kept.state.items():
             for name, value in values.items():
                 if not isinstance(value, torch.Tensor) and not key_of(value).is_plain:
@@ -137,22 +141,11 @@ class UpdateSource:
                     )
         return kept
 
-    def _kept(self) -> Kept:
-        live = self.live()
-        lacking = [fqn for fqn, values in live.state.items() if not values]
-        made = self.without([fqn for fqn in live.state if fqn not in lacking]).made()
-        grown = any(
-            made_group.keys() != group.keys() for made_group, group in zip(made.groups, live.groups, strict=True)
-        )
-        if not grown and not any(made.state.values()):
-            return live
-        return Kept({fqn: values or made.state[fqn] for fqn, values in live.state.items()}, made.groups)
-
     def made(self) -> Kept:
         """Returns what is kept after the first step, which is taken on fake tensors."""
         if not self.parameters:
             return self.live()
-        live = Kept({}, [dict(group) for _, group in self.optimizers.groups])
+        live = self.optimizers.kept({})
         mode = new_fake_mode()
 
         def fake(value: Any) -> Any:

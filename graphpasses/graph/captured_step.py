@@ -147,7 +147,7 @@ class CapturedStep(TrainGraph):
         """Compares the step with eager on a batch, as the capture did, and leaves everything as it was.
 
         Both run once. Loss, gradients, parameters, buffers, the optimizer's state and the batch must then have the
-        same bits. It needs no list of what may have changed since the capture. All ranks must call it together.
+        same bits, whatever may have changed since the capture. All ranks must call it together.
 
         Args:
             batch: as for a call.
@@ -159,14 +159,13 @@ class CapturedStep(TrainGraph):
                 ``read_traced_result``), or eager's bits differ from run to run, or are not those of FSDP2.
 
         Example:
-            >>> import torch
-            >>> from graphpasses import capture_train_step
-            >>> step = capture_train_step(lambda model, x: model(x).mean(), torch.nn.Linear(4, 1), torch.ones(2, 4))
-            >>> step.check(torch.zeros(2, 4))
+            >>> step = graphpasses.capture_train_step(lambda m, x: m(x).mean(), nn.Linear(4, 1), torch.ones(4))
+            >>> step.check(torch.zeros(4))
         """
         if self.checker is None:
             raise CaptureError("the step was made of a trace, and knows no loss_fn that it could be compared with")
         left, norm = self._unsharded.left, self.grad_norm
+        self._cache.consensus.check_all_compare()
         self._unsharded.shard()
         self.checker(self, batch)
         self._unsharded.unshard(left)
@@ -203,18 +202,18 @@ class CapturedStep(TrainGraph):
     def fitting(self, *batch: Any) -> tuple[Self, list[torch.Tensor | None], list[Any]]:
         """Returns the capture that a call would run on a batch, the model's tensors, and what else it reads."""
         step, tensors, leaves = self._cache.fitting(batch)
-        return step, tensors, [*step.batch_structure.inputs(leaves), *step.carried.read(self.model)]
+        return step, tensors, [*step.batch_structure.inputs(leaves), *step.carried.read()]
 
     def look(self, leaves: Sequence[Any]) -> list[torch.Tensor | None]:
         """Returns the model's tensors, by slot; raises if the step is not for it, or for these leaves of a batch."""
-        tensors, num_given = self.snapshot.check(self.model), len(leaves)
-        check_leaves(self.batch_structure.inputs(leaves), self.batch_leaves[:num_given], self.varying)
-        self.carried.check(self.model, self.batch_leaves[num_given:], self.varying)
+        tensors = self.snapshot.check(self.model, self.carried.places, self.left_values.places.values())
+        check_leaves(self.batch_structure.inputs(leaves), self.batch_leaves[: len(leaves)], self.varying)
+        self.carried.check(self.batch_leaves[len(leaves) :], self.varying)
         return tensors
 
     def value_of(self, leaves: Sequence[Any]) -> Callable[[GraphInput], Any]:
         """Returns what tells the values of inputs, for these leaves of a batch."""
-        every = [*self.batch_structure.inputs(leaves), *self.carried.read(self.model)]
+        every = [*self.batch_structure.inputs(leaves), *self.carried.read()]
         given = dict(zip((path for path, _ in self.batch_leaves), every, strict=True))
 
         def value(item: GraphInput) -> Any:
@@ -346,7 +345,8 @@ class CapturedStep(TrainGraph):
                 "the step has its model's optimizer in it; capture a step of the other model with its own optimizer"
             )
         parameters, snapshot = parameter_infos(model, self.identity), self.snapshot.for_model(model, groups or {})
-        left, carried = self.left_values.for_model(snapshot.attributes), self.carried.for_model(snapshot.attributes)
+        others = self.snapshot.structure.modules, snapshot.structure.modules, snapshot.attributes
+        left, carried = self.left_values.for_model(*others), self.carried.for_model(*others)
         return replace(self, model=model, parameters=parameters, snapshot=snapshot, left_values=left, carried=carried)
 
     @cached_property

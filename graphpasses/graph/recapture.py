@@ -67,8 +67,8 @@ class GuardedCache:
         self._num_calls = 0
         self._built_in: set[str] = set()  # paths of numbers that no step reads as inputs
         self._device = next(nn.Module.parameters(first.model)).device
-        self._consensus = RankConsensus.of_graph(first.graph, self._device)
-        self.groups = self._consensus.groups  # the names of those with which the step communicates
+        self.consensus = RankConsensus.of_graph(first.graph, self._device)
+        self.groups = self.consensus.groups  # the names of those with which the step communicates
         self.failed_ranks = FailedRanks(self.groups)
         self._is_checked = False
         self._is_guarded = None if self.groups else _is_guarded(first)
@@ -78,16 +78,16 @@ class GuardedCache:
         leaves of the batch.
         """
         self._num_calls += 1
-        self._consensus.count_call()
+        self.consensus.count_call()
         given = self._first.batch_structure.leaves(batch)
         if not self._is_checked:
             update = self.steps[0].update
             name, norm = (None, None) if update is None else (update.optimizers.name, update.clip_norm)
-            self._consensus.check_given(optimizer=name, clip_norm=norm)
+            self.consensus.check_given(optimizer=name, clip_norm=norm)
             self.check_launches(self.steps[0])
             self._is_checked = True
         if self._is_guarded is None:  # some rank may decide by what the others do not have
-            self._is_guarded = not self._consensus.all_ranks([not _is_guarded(self.steps[0])])[0]
+            self._is_guarded = not self.consensus.all_ranks([not _is_guarded(self.steps[0])])[0]
         changed, tensors = _look(self._last, given)
         if changed is None and not self._is_guarded:
             if (different := self._decided(self._last, batch, given)) is None:
@@ -97,10 +97,10 @@ class GuardedCache:
         if changed is not None and self._last.recapture is None:
             raise changed
         # The others ask at each call where something is guarded.
-        if changed is not None and not self._is_guarded and not self._consensus.all_come(changed):
+        if changed is not None and not self._is_guarded and not self.consensus.all_come(changed):
             raise changed
         differences = [self._difference(step, batch, given, looks=changed is not None) for step in self.steps]
-        fits = self._consensus.all_ranks([difference is None for difference in differences])
+        fits = self.consensus.all_ranks([difference is None for difference in differences])
         if True in fits:
             step = self.steps[fits.index(True)]
             if step is self._last and changed is None:
@@ -161,25 +161,25 @@ class GuardedCache:
         step = self.rewritten(step, first.rewrites)
         step.note(f"captured again: {why}")
         # The others hold a number constant that this one changes.
-        if not self._consensus.all_ranks([step.carried.numbers == first.carried.numbers])[0]:
+        if not self.consensus.all_ranks([step.carried.numbers == first.carried.numbers])[0]:
             self.steps.clear()
         self.steps = [*self.steps[-MAX_STEPS + 1 :], step]
         self._last = step
-        self._is_guarded = not self._consensus.all_ranks([not any(map(_is_guarded, self.steps))])[0]
+        self._is_guarded = not self.consensus.all_ranks([not any(map(_is_guarded, self.steps))])[0]
 
     def _captured_with_numbers(self, batch: tuple[Any, ...], given: Sequence[Any]) -> Step:
         """Captures a step of which numbers that are others now are inputs, since they may change again; but for those
         that it cannot read so. ``given`` are the batch's leaves, and may be such numbers.
         """
         first = self._last
-        known = first.carried.that_can_be(first.model)
-        numbers = first.snapshot.changed_values(first.model)
+        known = first.carried.that_can_be()
+        numbers = first.snapshot.changed_values()
         of_batch = first.batch_structure.changed_numbers(given, first.batch_leaves)
         while True:
             of_batch -= self._built_in
             also = [numbers[path] for path in numbers.keys() - self._built_in - {*known.paths}]
             carried = known.and_also(*also)
-            if self._consensus.all_ranks([not also and of_batch <= first.batch_structure.numbers])[0]:
+            if self.consensus.all_ranks([not also and of_batch <= first.batch_structure.numbers])[0]:
                 return self._captured(batch, known, of_batch)
             try:
                 return self._captured(batch, carried, of_batch)
@@ -193,7 +193,7 @@ class GuardedCache:
     def _captured(self, batch: tuple[Any, ...], carried: Any, numbers: frozenset[str]) -> Step:
         first = self._last
         elsewhere = FailedElsewhereError("another rank could not capture the step again; its message says why")
-        together = partial(self._consensus.raised_together, elsewhere)
+        together = partial(self.consensus.raised_together, elsewhere)
         with together(), together() as traced_everywhere, torch.enable_grad():
             again = partial(first.recapture, first.model, *batch, carried=carried, numbers=numbers)
             return again(traced_everywhere=traced_everywhere)
@@ -208,4 +208,4 @@ class GuardedCache:
 
     def check_launches(self, step: Step) -> None:
         """Raises on all ranks if they launch different collectives in a step."""
-        self._consensus.check_proved_launches(None if step.report is None else step.report.certificate)
+        self.consensus.check_proved_launches(None if step.report is None else step.report.certificate)

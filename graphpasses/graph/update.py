@@ -18,7 +18,7 @@ from graphpasses.graph.nodes import read_constants
 from graphpasses.graph.parameters import get_state
 from graphpasses.graph.several_models import clipped_parameters
 from graphpasses.state.arithmetic import Number
-from graphpasses.state.optimizers import OptimizerFacts, Optimizers, is_number, numbers_of
+from graphpasses.state.optimizers import OptimizerFacts, Optimizers, is_number
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +116,8 @@ class Update:
         fqns = dict.fromkeys(item.fqn for item in inputs if item.kind is not InputKind.HYPERPARAMETER)
         gradients = {fqn: parameters[fqn].grad for fqn in fqns}
         state = {fqn: self.optimizers.state_of(parameters[fqn]) for fqn in fqns}
-        return carried_values(inputs, parameters, gradients, state, numbers_of(self.optimizers))
+        numbers = self.optimizers.kept({}).numbers(self.optimizers)
+        return carried_values(inputs, parameters, gradients, state, numbers)
 
     def run(self, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """Clips the gradients of the live model, updates its parameters and forgets the gradients.

@@ -58,11 +58,6 @@ class Arithmetic:
         return Arithmetic(self.inputs, {**self.calls, **others}, self.left)
 
     @property
-    def counted(self) -> frozenset[Number]:
-        """The numbers that the step itself changes."""
-        return frozenset(self.left)
-
-    @property
     def decides_by_counts(self) -> bool:
         return any(self._counts(call) for call in self.calls.values())
 
@@ -71,15 +66,14 @@ class Arithmetic:
 
         ``by_counts`` is whether it is one by numbers that the step itself changes.
         """
-        for call, value in self._run(numbers):
+        for call, value in self._run(self._values(numbers)):
             if call.decides and repr(value) != repr(call.answer):
                 return call if by_counts in (None, self._counts(call)) else None
         return None
 
     def leaves(self, numbers: Mapping[Number, Any]) -> dict[Number, Any]:
         """Returns what the step leaves of the numbers that it changes."""
-        values = {place: as_python(numbers[number]) for number, place in self.inputs.items()}
-        for _ in self._run(numbers, values):
+        for _ in self._run(values := self._values(numbers)):
             pass
         return {number: values[each] if isinstance(each, Place) else each for number, each in self.left.items()}
 
@@ -87,9 +81,8 @@ class Arithmetic:
         """Returns what builds in a number that is another at each of the next steps; None if nothing does."""
         seen: dict[int, set[str]] = {}
         for _ in range(num_steps):
-            values = {place: as_python(numbers[number]) for number, place in self.inputs.items()}
             try:
-                for index, (call, value) in enumerate(self._run(numbers, values)):
+                for index, (call, value) in enumerate(self._run(self._values(numbers))):
                     if call.decides and type(value) is not bool:
                         seen.setdefault(index, set()).add(repr(value))
                 numbers = {**numbers, **self.leaves(numbers)}
@@ -101,11 +94,10 @@ class Arithmetic:
     def _counts(self, call: Call) -> bool:
         return call.decides and not call.numbers.isdisjoint(self.left)
 
-    def _run(
-        self, numbers: Mapping[Number, Any], values: dict[Place, Any] | None = None
-    ) -> Iterator[tuple[Call, Any]]:
-        if values is None:
-            values = {place: as_python(numbers[number]) for number, place in self.inputs.items()}
+    def _values(self, numbers: Mapping[Number, Any]) -> dict[Place, Any]:
+        return {place: as_python(numbers[number]) for number, place in self.inputs.items()}
+
+    def _run(self, values: dict[Place, Any]) -> Iterator[tuple[Call, Any]]:
         for place, call in self.calls.items():
             args = (values[each] if isinstance(each, Place) else each for each in call.args)
             try:

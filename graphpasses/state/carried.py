@@ -1,39 +1,61 @@
-"""Numbers and tensors that a step changes at each call, as a count of calls or a state: it reads and leaves them."""
+"""Numbers and tensors that a step changes at each call, as a count of calls or a state: it reads and leaves them.
+
+And where such stand: of what becomes another by a step, at each call, or by the loop around it.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from graphpasses.errors import CaptureError
 from graphpasses.state.keys import MISSING, TensorFacts, key_of, same_tensors
-from graphpasses.state.patterns import Same
-from graphpasses.state.slots import Owner, Slot, changed, read, write
+from graphpasses.state.patterns import Computed, Kept, Same, facts_of
+from graphpasses.state.slots import Owner, Slot, can_write, changed, read, write
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a number or a tensor stands that is no number in an attribute of a module's own."""
+    """Where a value stands: under a name of an owner, or in the containers that stand there."""
 
-    path: str  # as messages have it, and no other place
+    base: str  # the path of what stands under the name
     owner: Owner = field(compare=False)
     slot: Slot = field(compare=False)
     keys: tuple[Any, ...] = ()  # in the containers that stand there
+
+    @property
+    def path(self) -> str:
+        """Where it is, as no other place."""
+        return self.base + "".join(f"[{key!r}]" for key in self.keys)
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        is_count = self.is_of_module and is_number(self.slot.value) and self.base == self.slot.path
+        return f"attribute {self.path!r}" if is_count else repr(self.path)
+
+    @property
+    def is_of_module(self) -> bool:
+        """Whether it is an attribute of a module."""
+        return isinstance(self.owner.value, nn.Module) and not self.keys
+
+    def part(self, key: Any) -> Place:
+        """Returns the place by a key of what stands there."""
+        return replace(self, keys=(*self.keys, key))
 
     @property
     def holder(self) -> Any:
         """What has it: a container, or the owner."""
         return replace(self, keys=self.keys[:-1]).read() if self.keys else self.owner.value
 
-    def read(self) -> Any:
-        """Returns what stands there, or :data:`MISSING`."""
-        value = read(self.owner.value, self.slot.name)
+    def read(self, *, own: bool = False) -> Any:
+        """Returns what stands there, or :data:`MISSING`: a class has a value until the module has its ``own``."""
+        value = read(vars(self.owner.value) if own and self.is_of_module else self.owner.value, self.slot.name)
         for key in self.keys:
             value = item_in(value, key)
         return value
@@ -41,7 +63,7 @@ class Place:
     def write(self, value: Any) -> None:
         """Puts another one there; a tuple that has it becomes another."""
         if not self.keys:
-            write(self.owner.value, self.slot.name, value)
+            write(vars(self.owner.value) if self.is_of_module else self.owner.value, self.slot.name, value)
         elif isinstance(holder := self.holder, tuple):
             items = [value if key == self.keys[-1] else each for key, each in enumerate(holder)]
             make = getattr(type(holder), "_make", type(holder))  # of a named tuple
@@ -51,7 +73,7 @@ class Place:
 
 
 class CarriedError(CaptureError):
-    """A step changes at each call what stands in these places, or attributes by FQN: it is to be its input."""
+    """A step changes at each call what stands in these places: it is to be its input."""
 
 
 class BuiltInError(CaptureError):
@@ -67,9 +89,8 @@ _DTYPES = {int: torch.int64, float: torch.float64}
 
 @dataclass(frozen=True)
 class Carried:
-    """The numbers that are inputs of a step, in attributes of a model's modules and elsewhere, and such tensors."""
+    """The numbers and tensors that are inputs of a step, in attributes of a model's modules and elsewhere."""
 
-    fqns: tuple[str, ...] = ()
     places: tuple[Place, ...] = ()
     kinds: tuple[type, ...] = field(default=(), compare=False)  # of what stood there when the step was captured
     same: tuple[int, ...] = field(default=(), compare=False)  # for each, which was the first that was the same tensor
@@ -77,47 +98,38 @@ class Carried:
     @property
     def paths(self) -> tuple[str, ...]:
         """What messages call the inputs."""
-        return (*(f"attribute {fqn!r}" for fqn in self.fqns), *(repr(place.path) for place in self.places))
+        return tuple(place.name for place in self.places)
 
     @property
     def numbers(self) -> tuple[str, ...]:
         """What messages call the inputs that are numbers."""
         return tuple(path for path, kind in zip(self.paths, self.kinds, strict=True) if kind in _DTYPES)
 
-    def and_also(self, *also: str | Place) -> Carried:
-        """Returns these and others: places, also of objects that stand where others stood, or FQNs of attributes."""
-        places = tuple(each for each in also if isinstance(each, Place))
-        fqns = tuple(each for each in also if not isinstance(each, Place))
+    def and_also(self, *also: Place) -> Carried:
+        """Returns these and others, also of objects that stand where others stood."""
         known = {(place.path, id(place.owner.value)) for place in self.places}
-        again = [each.path for each in places if (each.path, id(each.owner.value)) in known]
-        for path in (*again, *({*fqns} & {*self.fqns})):
+        for path in (each.path for each in also if (each.path, id(each.owner.value)) in known):
             raise CaptureError(f"the step changes {path!r} at each call, and does not read it where it leaves it")
-        others = (each for each in self.places if each not in places)
-        return replace(self, fqns=(*self.fqns, *fqns), places=(*others, *places))
+        return replace(self, places=(*(each for each in self.places if each not in also), *also))
 
-    def seen(self, model: nn.Module) -> Carried:
+    def seen(self) -> Carried:
         """Returns it with what counts of what stands there now."""
-        values = self._values(model)
+        values = self._values
         return replace(self, kinds=tuple(map(type, values)), same=same_tensors(values))
 
-    def that_can_be(self, model: nn.Module) -> Carried:
+    def that_can_be(self) -> Carried:
         """Returns those of which numbers or tensors stand there now."""
-        are = [*map(can_carry, self._values(model))]
-        fqns = tuple(each for each, is_one in zip(self.fqns, are, strict=False) if is_one)
-        places = zip(self.places, are[len(self.fqns) :], strict=True)
-        return Carried(fqns, tuple(each for each, is_one in places if is_one))
+        return Carried(tuple(place for place in self.places if can_carry(place.read())))
 
-    def named(self, model: nn.Module) -> dict[str, Any]:
+    def named(self) -> dict[str, Any]:
         """Returns what is read there, by what messages call it."""
-        return dict(zip(self.paths, self._values(model), strict=True))
+        return dict(zip(self.paths, self._values, strict=True))
 
-    def check(
-        self, model: nn.Module, captured: Sequence[tuple[str, Any]], varying: Mapping[str, Mapping[int, Any]]
-    ) -> None:
+    def check(self, captured: Sequence[tuple[str, Any]], varying: Mapping[str, Mapping[int, Any]]) -> None:
         """Raises if something of another kind stands somewhere than when the step was ``captured``, by path, but for
         sizes that may be ``varying``.
         """
-        values = self._values(model)
+        values = self._values
         for (path, before), kind, now in zip(captured, self.kinds, values, strict=True):
             if type(now) is not kind or not can_carry(now):
                 what = f"a number ({kind.__name__})" if kind in _DTYPES else "a tensor"
@@ -133,63 +145,58 @@ class Carried:
             if was != now:
                 raise changed(f"whether {path} and {self.paths[min(was, now)]} are one tensor", was < now, now < was)
 
-    def read(self, model: nn.Module) -> list[Any]:
+    def read(self) -> list[Any]:
         """Returns the numbers as tensors, the tensors, or what is read there instead."""
-        return [*map(as_tensor, self._values(model))]
+        return [*map(as_tensor, self._values)]
 
-    def _values(self, model: nn.Module) -> list[Any]:
-        """Returns what is read there: a class has a number until the object does."""
-        places = (_place(model, fqn) for fqn in self.fqns)
-        of_classes = (getattr(type(module), name, None) for module, name in places)
-        pairs = zip_longest(self.read_numbers(model), of_classes, fillvalue=MISSING)
-        return [of_class if number is MISSING else number for number, of_class in pairs]
+    @property
+    def _values(self) -> list[Any]:
+        return [place.read() for place in self.places]
 
-    def read_numbers(self, model: nn.Module) -> list[Any]:
-        """Returns what stands there, or :data:`MISSING`."""
-        values = (_place(model, fqn) for fqn in self.fqns)
-        own = (vars(module).get(name, MISSING) for module, name in values)
-        return [*own, *(place.read() for place in self.places)]
+    def own(self) -> list[Any]:
+        """Returns what :meth:`put_back` puts back."""
+        return [place.read(own=True) for place in self.places]
 
     def tensors(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
         """Returns those of a step's inputs that are no numbers."""
         return [each for each, kind in zip(inputs, self.kinds, strict=True) if kind is torch.Tensor]
 
-    def write_traced(self, model: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+    def write_traced(self, inputs: Sequence[torch.Tensor]) -> None:
         """Puts a step's traced inputs there, of numbers their values."""
-        pairs = zip(self.same, self.kinds, strict=True)
-        self.write(model, [inputs[at] if kind is torch.Tensor else inputs[at].item() for at, kind in pairs])
+        for place, at, kind in zip(self.places, self.same, self.kinds, strict=True):
+            place.write(inputs[at] if kind is torch.Tensor else inputs[at].item())
 
-    def write(self, model: nn.Module, numbers: list[Any]) -> None:
-        """Puts others there, or none."""
-        for fqn, number in zip(self.fqns, numbers, strict=False):
-            module, name = _place(model, fqn)
-            write(vars(module), name, number)
-        for place, number in zip(self.places, numbers[len(self.fqns) :], strict=True):
-            place.write(number)
+    def put_back(self, values: Sequence[Any]) -> None:
+        """Puts back what :meth:`own` has read, where something else is."""
+        if [*map(id, self.own())] != [*map(id, values)]:
+            for place, value in zip(self.places, values, strict=True):
+                place.write(value)
 
-    def put_back(self, model: nn.Module, values: Sequence[Any]) -> None:
-        """Puts back what :meth:`read_numbers` has read, where something else is."""
-        if [*map(id, self.read_numbers(model))] != [*map(id, values)]:
-            self.write(model, [*values])
-
-    def for_model(self, attributes: Iterable[Owner]) -> Carried:
-        """Returns the same of a step of another model, which has these attributes."""
-        slots = {slot.path: (owner, slot) for owner in attributes for slot in owner.slots.values()}
-        for place in self.places:
-            if place.slot.path not in slots:
-                raise CaptureError(f"the step goes on from {place.path!r}; capture the other model's step")
-        places = ((place, *slots[place.slot.path]) for place in self.places)
-        return replace(self, places=tuple(replace(each, owner=owner, slot=slot) for each, owner, slot in places))
+    def for_model(self, *others: Any) -> Carried:
+        """Returns the same of a step of another model, which :func:`places_in` is given."""
+        return replace(self, places=tuple(places_in(self.places, *others)))
 
 
 NONE_CARRIED = Carried()
 
 
-def is_countable(model: nn.Module, fqn: str) -> bool:
-    """Whether an attribute is a number of a module's own."""
-    owner, _, name = fqn.rpartition(".")
-    modules = dict(model.named_modules())
-    return owner in modules and is_number(vars(modules[owner]).get(name))
+def places_in(
+    places: Iterable[Place],
+    modules: Iterable[nn.Module],
+    others: Iterable[nn.Module],
+    attributes: Iterable[Owner],
+) -> Iterator[Place]:
+    """Yields the same places of another model, which has these attributes, and ``others`` in place of ``modules``."""
+    instead = dict(zip(map(id, modules), others, strict=True))
+    slots = {slot.path: (owner, slot) for owner in attributes for slot in owner.slots.values()}
+    for place in places:
+        if (other := instead.get(id(place.owner.value))) is not None:
+            yield replace(place, owner=Owner(other, place.owner.path))
+        elif place.slot.path in slots:
+            owner, slot = slots[place.slot.path]
+            yield replace(place, owner=owner, slot=slot)
+        else:
+            raise CaptureError(f"the step leaves values in {place.path!r}; capture the other model's step")
 
 
 def is_number(value: Any) -> bool:
@@ -225,13 +232,128 @@ def items_in(value: Any) -> dict[Any, Any] | None:
     return dict(enumerate(value)) if is_sequence else None
 
 
-def _place(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:
-    owner, _, name = fqn.rpartition(".")
-    return model.get_submodule(owner), name
-
-
 def as_tensor(value: Any) -> Any:
     """Returns the tensor that carries a number; other values as they are."""
     dtype = _DTYPES.get(type(value))
     can_carry = dtype is not None and not (dtype == torch.int64 and not -(2**63) <= value < 2**63)
     return torch.tensor(value, dtype=dtype, device="cpu") if can_carry else value
+
+
+# ---- where what stands somewhere becomes another -----------------------------------------------------
+
+
+class Found(NamedTuple):
+    """A place of which a step leaves another value than it had."""
+
+    place: Place
+    before: Any
+    computed: Computed | None  # what it leaves; None of a number that Python changes, and of what stood elsewhere
+    is_number: bool
+
+    def is_read(self, names: Collection[str]) -> bool:
+        """Whether the next step reads it, if it reads what this one computed by these names."""
+        return self.computed is None or self.computed.name in names
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether it can be an input of the step."""
+        if self.computed is None or not can_carry(self.before):
+            return can_carry(self.before)
+        if self.computed.kind is not torch.Tensor:
+            return self.computed.kind is type(self.before)
+        if self.computed.fault or not isinstance(self.before, torch.Tensor):
+            return False
+        (*kind, was), (*now, sizes) = facts_of(self.before), self.computed.facts
+        return kind == now and _fit(was, sizes)
+
+    @property
+    def refusal(self) -> str | None:
+        """Says why the next step must not read it; None where only the first call finds what was there: no value, or
+        another kind, as before autocast chose the dtype, that is not another at each call.
+        """
+        where = f"the step reads at its next call what it keeps in {self.place.path!r}"
+        if self.computed is not None and self.computed.fault:
+            return f"{where}, {self.computed.fault}"
+        if is_nothing(self.before) or is_number(self.before) or (self.computed and not self.computed.facts):
+            return None
+        if self.computed is None or not can_carry(self.before):
+            return f"{where}, and found {key_of(self.before)} there"
+        (*kind, was), (*now, sizes) = facts_of(self.before), self.computed.facts
+        if kind != now or len(was) != len(sizes) or _fit(was, sizes, broadcast="1"):
+            return None
+        return (
+            f"{where}, of shape [{', '.join(sizes)}], and found [{', '.join(was)}] there: it is another at each call"
+        )
+
+    def is_beside(self, other: Found) -> bool:
+        """Whether two are in one container, or attributes of one object."""
+        mine, its = self.place, other.place
+        return mine.keys[:-1] == its.keys[:-1] and (mine.slot is its.slot if mine.keys else mine.owner is its.owner)
+
+
+def _fit(was: Sequence[str], sizes: Sequence[str], broadcast: str = "") -> bool:
+    """Whether sizes are what they were, or follow from those that vary; what was ``broadcast`` was another once."""
+    pairs = zip(was, sizes, strict=False)
+    return len(was) == len(sizes) and all(a in (b, broadcast) or not b.isdecimal() for a, b in pairs)
+
+
+def changing(place: Place, pattern: Any, later: Any = MISSING) -> list[Found]:
+    """Returns where a slot, or a container in it, gets what a step computes, or another number at each call.
+
+    Its ``pattern`` is what the step leaves, ``later`` what it leaves the next time.
+    """
+
+    def find(place: Place, before: Any, one: Any, other: Any) -> Iterator[Found]:
+        if isinstance(one, Computed):
+            yield Found(place, before, one, one.kind is not torch.Tensor)
+        elif isinstance(one, Kept):
+            if one.tensor is not before:
+                yield Found(place, before, None, False)
+        elif is_number(one):
+            if type(one) is type(other) and one != other and (is_nothing(before) or type(before) is type(one)):
+                yield Found(place, before, None, True)
+        elif (now := items_in(one)) is not None:
+            was = place.slot.was(before)
+            if items_in(was) is None:
+                if not (is_nothing(was) or can_carry(was)):
+                    return
+            elif len(was) != len(now) and not isinstance(was, dict):
+                return  # what grows is another at each call
+            for key, item in now.items():
+                yield from find(place.part(key), item_in(was, key), item, item_in(other, key))
+
+    return [*find(place, place.slot.value, pattern, later)]
+
+
+def followed(found: Sequence[Found], names: Collection[str]) -> list[Place]:
+    """Returns the places that are to be inputs: of numbers that change, and of what the next step reads by ``names``;
+    with a tensor those beside it, which are likely to be read, too.
+    """
+    tensors = [each for each in found if each.is_read(names) and each.is_followed and not each.is_number]
+
+    def is_beside(one: Found) -> bool:
+        is_tensor = isinstance(one.before, torch.Tensor) and can_carry(one.before)
+        return is_tensor and (one.computed is None or one.is_followed) and any(map(one.is_beside, tensors))
+
+    return [each.place for each in found if (each.is_read(names) and each.is_followed) or is_beside(each)]
+
+
+def changed_values(owner: Owner, slot: Slot) -> list[Place]:
+    """Returns where a slot, or a container in it, has another number or tensor than it had."""
+    copies = {id(container): items for container, items in slot.copies}
+
+    def find(place: Place, before: Any, now: Any) -> Iterator[Place]:
+        if is_number(before) and can_carry(now):
+            if repr(before) != repr(now):
+                yield place
+        elif isinstance(before, torch.Tensor):
+            if before is not now and can_carry(before) and can_carry(now) and isinstance(now, torch.Tensor):
+                yield place
+        elif type(before) is type(now):
+            items = items_in(before if isinstance(before, tuple) else copies.pop(id(before), None)) or {}
+            for key, item in items.items():
+                yield from find(place.part(key), item, item_in(now, key))
+
+    now = read(owner.value, slot.name)
+    is_one = not can_carry(now) or can_write(owner.value, slot.name)
+    return [*find(Place(slot.path, owner, slot), slot.value, now)] if is_one else []

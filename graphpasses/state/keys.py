@@ -160,13 +160,12 @@ def is_array(value: Any) -> bool:
 
 
 def random_state(value: Any) -> bytes | None:
-    """Returns the state of a generator of one's own of Python's, or NumPy's random numbers; None of all else."""
+    """Returns the state of a generator of Python's, or NumPy's random numbers; None of all else."""
     numpy = sys.modules.get("numpy")
     of_numpy = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
     if not isinstance(value, (Random, *of_numpy)) or isinstance(value, SystemRandom):
         return None
-    is_global = of_numpy and value is numpy.random.rand.__self__  # type: ignore[union-attr]
-    return None if is_global else pickle.dumps(value.__reduce__()[1:])
+    return pickle.dumps(value.__reduce__()[1:])
 
 
 _WITHOUT_MEMORY: set[type] = set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,12 +20,11 @@ from graphpasses._torch.schemas import is_tensor_subclass
 from graphpasses._torch.storage import memories
 from graphpasses.errors import CaptureError
 from graphpasses.identity import attributes_restored, find_state, put_back
-from graphpasses.state.carried import CarriedError, is_number
-from graphpasses.state.changes import Found, changing
+from graphpasses.state.carried import CarriedError, Found, Place, changing, is_number, places_in
 from graphpasses.state.keys import CONTAINERS, MISSING, key_of
 from graphpasses.state.model import is_trained
 from graphpasses.state.patterns import COMPUTED, Known, filled, misfit, pattern_of, stand_ins, walk, was_read
-from graphpasses.state.slots import Owner, Slot, read, write
+from graphpasses.state.slots import FIRST_CALL, Slot, read, write
 
 
 def values_of(model: nn.Module) -> dict[str, Any]:
@@ -70,7 +69,7 @@ class Left:
     """
 
     values: dict[str, Any] = field(default_factory=dict)
-    places: dict[str, tuple[Owner, Slot]] = field(default_factory=dict)
+    places: dict[str, Place] = field(default_factory=dict)
     refusals: dict[str, str] = field(default_factory=dict)
     also: list[tuple[Slot, Any]] = field(default_factory=list)
     is_first: bool = False
@@ -95,39 +94,31 @@ class Left:
     def _place(self, model: nn.Module, path: str) -> tuple[Any, str]:
         """Returns what has a name, and the name."""
         if path in self.places:
-            owner, slot = self.places[path]
-            return owner.value, slot.name
+            return self.places[path].owner.value, self.places[path].slot.name
         fqn, _, name = path.rpartition(".")
         module = model.get_submodule(fqn)
         return next((each for each in (module._parameters, module._buffers) if name in each), vars(module)), name
 
-    def with_values(self, later: Left) -> Left:
-        """Returns what this trace leaves and a later one, which goes on where this one ended."""
-        return replace(self, values=self.values | later.values)
-
-    def for_model(self, attributes: Iterable[Owner]) -> Left:
-        """Returns the same of a step of another model, which has these attributes."""
-        places = {slot.path: (owner, slot) for owner in attributes for slot in owner.slots.values()}
-        for _, slot in self.places.values():
-            if slot.path not in places:
-                raise CaptureError(f"the step leaves values in {slot.path!r}; capture the other model's step")
-        return replace(self, places={path: places[slot.path] for path, (_, slot) in self.places.items()})
+    def for_model(self, *others: Any) -> Left:
+        """Returns the same of a step of another model, which :func:`places_in` is given."""
+        places = places_in(self.places.values(), *others)
+        return replace(self, places=dict(zip(self.places, places, strict=True)))
 
     def mark(self) -> None:
         """Lets the places have what a step leaves there."""
         for slot, pattern in self._marked():
             slot.left = pattern
 
-    def for_first_calls(self, is_input: Callable[[Owner, Slot], bool]) -> Left:
+    def for_first_calls(self, is_input: Callable[[Place], bool]) -> Left:
         """Lets the places have what they had, and nothing else, but for those that are inputs of the step."""
-        inputs = {id(slot) for owner, slot in self.places.values() if is_input(owner, slot)}
+        inputs = {id(place.slot) for place in self.places.values() if is_input(place)}
         for slot, _ in self._marked():
             if id(slot) not in inputs:
                 slot.left, slot.is_cache = MISSING, False
         return replace(self, is_first=True)
 
     def _marked(self) -> list[tuple[Slot, Any]]:
-        return [*((slot, self.values[path]) for path, (_, slot) in self.places.items()), *self.also]
+        return [*((place.slot, self.values[path]) for path, place in self.places.items()), *self.also]
 
     def give_stand_ins(self, model: nn.Module) -> Callable[[], set[str]]:
         """Leaves, for what a step computes, what raises when it is read; returns what tells the names of such."""
@@ -150,10 +141,9 @@ class Left:
         """Returns where the step leaves what it computes, or changes a number, as ``later`` shows, which goes on from
         there.
         """
-        values = {} if later is None else later.values
-        places = self.places.items()
-        found = (changing(path, *place, self.values[path], values.get(path, MISSING)) for path, place in places)
-        return [each for of_place in found for each in of_place]
+        then = {} if later is None else later.values
+        every = ((place, self.values[path], then.get(path, MISSING)) for path, place in self.places.items())
+        return [found for place, pattern, value in every for found in changing(place, pattern, value)]
 
 
 def with_gradients(model: nn.Module) -> list[torch.Tensor]:
@@ -209,8 +199,8 @@ def tensors_kept(model: nn.Module, batch: Mapping[str, Any]) -> Iterator[None]:
     place.
     """
     leaves = ((name, each) for name, each in batch.items() if isinstance(each, torch.Tensor))
-    named = [*_without_containers(model).items(), *model.named_parameters(), *leaves]
-    found = [(name, each, _shape(each), _attributes(each)) for name, each in named]
+    named = [*values_of(model).items(), *model.named_parameters(), *leaves]
+    found = [(name, each, _shape(each), _attributes(each)) for name, each in named if isinstance(each, torch.Tensor)]
     yield
     for name, tensor, before, attributes in found:
         for attribute, value in _attributes(tensor).items():
@@ -250,11 +240,11 @@ class LeftTensors:
         own = _parameters_of(self._model) | dict(self._model.named_buffers())
         return {fqn: each for fqn, each in self.changed().items() if fqn in own and is_trained(each)}
 
-    def find(self, has_read: Callable[[nn.Module, str], bool]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def find(self, read_at: Callable[[nn.Module, str], Place | None]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns what the step computed and left, by FQN, and patterns of the rest; raises where a captured step
         could not leave them. What it put into containers that were there :class:`Reads` knows.
 
-        ``has_read`` says whether forward read an attribute of a module before it set it.
+        ``read_at`` says where an attribute of a module stands, if forward read it before it set it.
         """
         changed = self._changed(now := values_of(self._model))
         left, values = dict[str, Any](), dict[str, Any]()
@@ -266,8 +256,8 @@ class LeftTensors:
             owner, _, name = fqn.rpartition(".")
             module, before, key = self._model.get_submodule(owner), self._before.get(fqn, MISSING), key_of(value)
             is_state, is_same = name in module._buffers or name in module._parameters, value is before
-            is_read = not is_state and has_read(module, name)
-            is_looked_at = is_read and not key.is_plain and isinstance(value, (*COMPUTED, *CONTAINERS))
+            place = None if is_state else read_at(module, name)
+            is_looked_at = place is not None and not key.is_plain and isinstance(value, (*COMPUTED, *CONTAINERS))
             if is_looked_at and not (isinstance(value, py_sym_types) and is_number(before)):
                 continue  # what `Reads` knows
             _refuse_subclass(fqn, value)
@@ -278,8 +268,8 @@ class LeftTensors:
                     f"call would read another kind of tensor than was captured{FIRST_CALL}"
                 )
             if isinstance(value, COMPUTED):
-                if is_read:
-                    raise CarriedError(fqn)
+                if place is not None:
+                    raise CarriedError(place)
                 left[fqn] = value
             elif key.is_plain or isinstance(value, CONTAINERS):
                 tensors = {id(each) for each in walk(value).values() if isinstance(each, torch.Tensor)}
@@ -300,13 +290,13 @@ class LeftTensors:
         return left, values
 
 
-_MODULE_STATE = frozenset(vars(nn.Module())) - {"training"}
+MODULE_STATE = frozenset(vars(nn.Module())) - {"training"}
+"""What every module has of torch's own: parameters, hooks; not its mode, which forward may change."""
 IN_CONTAINER = (
     "forward keeps something in the attribute {!r}, in a container, and a captured step would not: what a later "
     "call reads or adds to, or another object than a tensor or Python value. Make a new list, tuple or dict in each "
     "forward, or keep it in an attribute, or a buffer, of its own"
 )
-FIRST_CALL = ". If it does so at the first call only, run loss_fn once before the capture"
 
 
 def _varies(value: Any) -> bool:
@@ -339,15 +329,9 @@ def _parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {fqn: each for fqn, each in named if not (is_sharded and is_tensor_subclass(each))}
 
 
-def _without_containers(model: nn.Module) -> dict[str, torch.Tensor]:
-    tensors = {fqn: value for fqn, _, value in _attributes_of(model) if isinstance(value, torch.Tensor)}
-    own = {fqn: tensor for fqn, tensor in tensors.items() if not isinstance(tensor, nn.Parameter)}
-    return {**dict(model.named_buffers()), **own}
-
-
 def _attributes_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
     """Yields the attributes of a model's modules that not every module has, by FQN, with the module."""
     for fqn, module in model.named_modules():
         for name, value in vars(module).items():
-            if name not in _MODULE_STATE:
+            if name not in MODULE_STATE:
                 yield f"{fqn}.{name}".lstrip("."), module, value

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, chain
-from operator import is_
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from graphpasses._torchtitan import wrapped_class
 from graphpasses.errors import CaptureError
 from graphpasses.identity import walk_modules
 from graphpasses.state.keys import TensorFacts, key_of
-from graphpasses.state.slots import AGAIN, Difference, changed
+from graphpasses.state.slots import AGAIN, FIRST_CALL, Difference, changed
 
 # Of a module: also the ``forward`` that was set on it, and the names of its parameters, buffers and modules.
 _FACTS = ("__class__", "training", "forward", "hooks", "names")
@@ -44,7 +44,7 @@ class ModelStructure:
     parameters: frozenset[int]  # the positions of parameters; the others are buffers'
     trainable: Mapping[int, bool]  # by first position of a tensor, whether it gets a gradient
     kinds: list[TensorFacts | None]  # of the tensors
-    hooks: tuple[tuple[int, ...], ...]  # which wait for the gradients of trainable ones; () if there are none
+    hooks: tuple[tuple[int, ...], ...]  # which wait for the gradients of each trainable one
     set_modes: frozenset[int] = frozenset()  # positions of modules whose mode forward sets itself
 
     @classmethod
@@ -75,7 +75,7 @@ class ModelStructure:
         modes = frozenset(index for index, fqn in enumerate(fqns) if fqn in set_modes)
         facts, kinds = _facts(modules, modes), _kinds(tensors)
         hooks = gradient_hook_ids([tensor for slot in trainable if (tensor := tensors[slot]) is not None])
-        hooked = {slot for slot, each in zip(trainable, hooks, strict=False) if each}
+        hooked = {slot for slot, each in zip(trainable, hooks, strict=True) if each}
         if hooked and not calls_hooks:
             raise _hook_error(next(fqn for fqn, slot in slots.items() if slot in hooked), "")
         return cls(modules, fqns, facts, names, slots, first, of_parameters, trainable, kinds, hooks, modes)
@@ -90,10 +90,6 @@ class ModelStructure:
     def check(self, model: nn.Module) -> list[torch.Tensor | None]:
         """Returns the model's tensors, by slot; raises if it is not what it was: the graph would go on regardless."""
         return self._tensors(self._modules(model)[0])
-
-    def is_of(self, model: nn.Module) -> bool:
-        """Whether these are the modules of a model, none replaced by another."""
-        return all(map(is_, model.modules(), self.modules))
 
     def named(self, tensors: Sequence[torch.Tensor | None], fqns: Iterable[str]) -> dict[str, torch.Tensor]:
         """Returns tensors, as :meth:`check` returned them, by the FQNs of parameters and buffers."""
@@ -130,11 +126,9 @@ class ModelStructure:
         for parameter, (slot, was) in zip(trained, self.trainable.items(), strict=True):
             if is_trained(parameter) != was:
                 raise changed(self._kind(slot), f"requires_grad={was}", not was, has=True)
-            if _waits_untraced(parameter):
-                check_gradient_hooks(self._name(slot), parameter)
+            check_gradient_hooks(partial(self._name, slot), parameter)
         if (hooks := gradient_hook_ids(trained)) != self.hooks:
-            none: list[tuple[int, ...]] = [()] * len(trained)
-            for slot, known, found in zip(self.trainable, self.hooks or none, hooks or none, strict=True):
+            for slot, known, found in zip(self.trainable, self.hooks, hooks, strict=True):
                 if known != found:
                     raise changed(self._kind(slot), f"gradient hooks {[*known]}", [*found], has=True)
         return tensors
@@ -182,22 +176,13 @@ def trained_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return trained | {fqn: buffer for fqn, buffer in buffers if is_trained(buffer)}
 
 
-def check_gradient_hooks(fqn: str, parameter: torch.Tensor) -> None:
-    """Raises if a hook that no trace calls waits for a parameter's gradient."""
-    if _waits_untraced(parameter):
-        is_optimizers = bool(optimizers_in_backward(parameter))
-        raise _hook_error(
-            fqn,
-            " (apply_optimizer_in_backward(..., register_hook=False), for DistributedDataParallel)"
-            if is_optimizers
-            else " (register_hook of a DTensor; take register_post_accumulate_grad_hook)",
-        )
-
-
-def _waits_untraced(parameter: torch.Tensor) -> bool:
+def check_gradient_hooks(name: Callable[[], str], parameter: torch.Tensor) -> None:
+    """Raises if a hook that no trace calls waits for the gradient of a parameter, whose FQN is asked for then."""
     if optimizers_in_backward(parameter) and not hooks_in_backward(parameter):
-        return True
-    return is_tensor_subclass(parameter) and bool(gradient_hooks(parameter))
+        kind = " (apply_optimizer_in_backward(..., register_hook=False), for DistributedDataParallel)"
+        raise _hook_error(name(), kind)
+    if is_tensor_subclass(parameter) and gradient_hooks(parameter):
+        raise _hook_error(name(), " (register_hook of a DTensor; take register_post_accumulate_grad_hook)")
 
 
 def _hook_error(fqn: str, kind: str) -> CaptureError:
@@ -207,9 +192,9 @@ def _hook_error(fqn: str, kind: str) -> CaptureError:
     )
 
 
-def structure_check(model: nn.Module, tensors: Mapping[str, torch.Tensor], *, first_call: str) -> Callable[[], None]:
+def structure_check(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
     """Returns what raises if a step changes which modules a model has, their ties, or what counts of them, but for
-    their modes; ``tensors`` are its own, for which others stand. ``first_call`` ends the message.
+    their modes; ``tensors`` are its own, for which others stand.
     """
     before, modules = dict(model.named_modules()), [*model.modules()]
     every = frozenset(range(len(modules)))
@@ -233,26 +218,26 @@ def structure_check(model: nn.Module, tensors: Mapping[str, torch.Tensor], *, fi
         for fqn, module in model.named_modules():
             if before.get(fqn) is not module:
                 what = "puts another module in the place of" if fqn in before else "adds a module,"
-                raise CaptureError(f"forward {what} {fqn!r}, and a captured step would not{first_call}")
+                raise CaptureError(f"forward {what} {fqn!r}, and a captured step would not{FIRST_CALL}")
         for fqn, known, now in zip(before, facts, _facts(modules, every), strict=True):
             for name, was, is_now in zip(_FACTS, known, now, strict=True):
                 # Which parameters and buffers there are is looked at elsewhere.
                 if was != is_now and (name != "names" or {*was} == {*is_now}):
                     what = f"{fqn}.{name}".lstrip(".")
                     raise CaptureError(
-                        f"forward changes {what!r} of a module, and a captured step would not{first_call}"
+                        f"forward changes {what!r} of a module, and a captured step would not{FIRST_CALL}"
                     )
         for fqn, was_hooked, is_hooked in zip((*tensors, *watched), hooked, hooks(), strict=True):
             if was_hooked != is_hooked:
                 raise CaptureError(
                     f"loss_fn, or a hook, adds or removes a hook that gets the gradient of {fqn!r}, and a captured "
-                    f"step would not{first_call}"
+                    f"step would not{FIRST_CALL}"
                 )
         if [*map(unsaved_buffers, modules)] != unsaved:
-            raise CaptureError(f"forward sets whether a buffer is saved, and a captured step would not{first_call}")
+            raise CaptureError(f"forward sets whether a buffer is saved, and a captured step would not{FIRST_CALL}")
         if any(was != now for was, now in zip(tied, ties(), strict=True) if -1 not in (was, now)):
             raise CaptureError(
-                f"forward ties two parameters, or parts them, and a captured step would not{first_call}"
+                f"forward ties two parameters, or parts them, and a captured step would not{FIRST_CALL}"
             )
 
     return check

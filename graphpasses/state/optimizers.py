@@ -61,6 +61,11 @@ class Optimizers:
                 return state
         return {}
 
+    def kept(self, parameters: Mapping[str, torch.Tensor]) -> Kept:
+        """Returns what they keep now: of parameters, by FQN, and in their groups."""
+        state = {fqn: self.state_of(parameter) for fqn, parameter in parameters.items()}
+        return Kept(state, [group for _, group in self.groups])
+
     def step(self) -> None:
         for optimizer in self.each:
             optimizer.step()
@@ -149,8 +154,7 @@ class OptimizerFacts:
 
     def kept(self, parameters: Mapping[str, torch.Tensor]) -> Kept:
         """Returns what the optimizers keep now, of the parameters that are updated."""
-        state = {fqn: self.optimizers.state_of(parameters[fqn]) for fqn in self.state}
-        return Kept(state, [group for _, group in self.optimizers.groups])
+        return self.optimizers.kept({fqn: parameters[fqn] for fqn in self.state})
 
     def is_made(self, kept: Kept) -> bool:
         """Whether all is there that the first step makes."""
@@ -278,7 +282,11 @@ def _names(group: Mapping[str, Any], index: int, names: Mapping[torch.Tensor, st
 
 def _facts(state: Mapping[str, object]) -> dict[str, object]:
     return {
-        name: TensorFacts.of(value) if isinstance(value, torch.Tensor) else _kind_in_state(value)
+        name: TensorFacts.of(value)
+        if isinstance(value, torch.Tensor)
+        else f"a number, {type(value).__name__}"
+        if is_number(value)
+        else repr(value)
         for name, value in state.items()
     }
 
@@ -286,10 +294,6 @@ def _facts(state: Mapping[str, object]) -> dict[str, object]:
 def is_number(value: object) -> bool:
     """Whether an update can read a value as a number when it runs: a float, or an int; not a bool, or an enum's."""
     return isinstance(value, float) or type(value) is int
-
-
-def _kind_in_state(value: object) -> str:
-    return f"a number, {type(value).__name__}" if is_number(value) else repr(value)
 
 
 def _names_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, None]:
@@ -317,11 +321,6 @@ class Kept:
         for fqn, values in self.state.items():
             found |= {(fqn, name): value for name, value in values.items() if is_number(value)}
         return found
-
-
-def numbers_of(optimizers: Optimizers) -> dict[Number, Any]:
-    """Returns the numbers of all groups, and the tensors in their places, by name."""
-    return Kept({}, [group for _, group in optimizers.groups]).numbers(optimizers)
 
 
 def with_numbers(group: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str, Any]:

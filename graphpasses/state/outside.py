@@ -23,9 +23,8 @@ from torch import nn
 from graphpasses._torch.module_hooks import hook_ids, hooks
 from graphpasses.errors import CaptureError
 from graphpasses.state import keys
-from graphpasses.state.calls import names_of
+from graphpasses.state.calls import is_torchs, is_users, is_users_module, is_watched, names_of
 from graphpasses.state.keys import CONTAINERS, MISSING, attributes_of
-from graphpasses.state.origin import is_torchs, is_users, is_users_module, is_watched
 from graphpasses.state.slots import Asked, Owner, Slot
 
 # What holds others under names that no code need have, and whether these may become others.
@@ -142,7 +141,7 @@ class Outside:
                 return None
             self.functions.setdefault(id(value.__code__), []).append(value)
         if keys.random_state(value) is not None:
-            self._generators.append((path, value, copy.deepcopy(value)))
+            self.note_generator(repr(path), value)
         if isinstance(value, attrgetter):
             self._add_names(frozenset(part for path in value.__reduce__()[1] for part in path.split(".")))
         if isinstance(value, MethodType):
@@ -217,15 +216,23 @@ class Outside:
         if name in self._optional and _may_get(kind):
             self.slot(kind, name, f"{kind.__name__}.{name}")
 
-    def refuse_draws(self) -> None:
-        """Raises if a generator of random numbers was drawn from, and puts its state back."""
-        for path, generator, before in self._generators:
+    def note_generator(self, name: str, generator: Any) -> None:
+        """Notes the state of a generator of random numbers, which are not to be drawn from it."""
+        self._generators.append((name, generator, copy.deepcopy(generator)))
+
+    def drawn(self) -> str | None:
+        """Says why a step is refused that drew from a generator of random numbers, and puts its state back."""
+        for name, generator, before in self._generators:
             if keys.random_state(generator) != keys.random_state(before):
                 if (bits := getattr(generator, "bit_generator", None)) is not None:
                     bits.state = before.bit_generator.state
                 else:
                     generator.__setstate__(before.__getstate__())
-                raise CaptureError(drawn(repr(path)))
+                return (
+                    f"loss_fn draws random numbers of {name}, and a captured step would repeat those of its capture. "
+                    "Draw them with torch, or outside, and give them in the batch"
+                )
+        return None
 
     def finish(self) -> None:
         """Asks modules of libraries, and adds new attributes."""
@@ -240,14 +247,6 @@ class Outside:
             for name in vars(value).keys() - before if _may_get(value) else ():
                 if name[:2] != "__" and name not in (owner := self.owner(value)).slots:
                     owner.add(name, f"{path}.{name}", value=MISSING)
-
-
-def drawn(generator: str) -> str:
-    """Says why a step is refused that draws from another generator than torch's."""
-    return (
-        f"loss_fn draws random numbers of {generator}, and a captured step would repeat those of its capture. Draw "
-        "them with torch, or outside, and give them in the batch"
-    )
 
 
 def refuse_iterator(what: str, value: Any) -> None:

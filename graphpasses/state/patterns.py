@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -106,7 +106,7 @@ def pattern_of(
         if id(each) in inside or (opened is None and not key_of(each).is_plain):
             raise _NoPatternError
         inside = (*inside, id(each))
-        made = copy.copy(each) if opened is None else opened.made_of([pattern(e, inside) for e in opened.items])
+        made = copy.copy(each) if opened is None else _made(opened, lambda _, part: pattern(part, inside))
         return Same(made) if id(each) in old else made
 
     try:
@@ -140,13 +140,12 @@ def misfit(value: Any, pattern: Any, path: str = "") -> tuple[str, Key, Key] | N
         is_kind = isinstance(value, torch.Tensor) if pattern.kind is torch.Tensor else kind is pattern.kind
         fits = value == pattern if isinstance(value, Computed) else is_kind
     elif (ours := _open(value)) is not None and (theirs := _open(pattern)) is not None:
-        is_like = ours.structure == theirs.structure
-        parts, others = (dict(zip(each.keys, each.items, strict=True)) for each in (ours, theirs))
+        (parts, structure), (others, other) = ours, theirs
         for key in {**others, **parts}:
             found = misfit(parts.get(key, MISSING), others.get(key, MISSING), path + key)
             if found is not None:
                 return found
-        fits = is_like
+        fits = structure == other
     else:
         fits = key_of(value) == key_of(pattern)
     return None if fits else (path, _key_of(pattern), key_of(value))
@@ -173,38 +172,33 @@ def filled(pattern: Any, current: Any, computed: MutableMapping[str, Any]) -> An
     if opened is None:
         value = copy.deepcopy(items)
     else:
-        known = dict(zip(now.keys, now.items, strict=True)) if now is not None else {}
-        parts = zip(opened.keys, opened.items, strict=True)
-        made = [filled(part, known.get(key), computed) for key, part in parts]
-        if isinstance(current, tuple) and [*map(id, made)] == [*map(id, now.items if now else ())]:
+        known, _ = now or ({}, None)
+        value = _made(opened, lambda key, part: filled(part, known.get(key), computed))
+        if isinstance(current, tuple) and type(value) is type(current) and [*map(id, value)] == [*map(id, current)]:
             return current
-        value = opened.made_of(made)
     if not isinstance(pattern, Same):
         return value
     put_back(current, value)
     return current
 
 
-class _Opened(NamedTuple):
-    """A container of pytree's."""
-
-    keys: list[str]
-    items: list[Any]
-    structure: pytree.TreeSpec
-
-    def made_of(self, items: list[Any]) -> Any:
-        return pytree.tree_unflatten(items, self.structure)
+_Opened = tuple[dict[str, Any], pytree.TreeSpec]
 
 
 def _open(value: Any) -> _Opened | None:
-    """Returns what a container holds; None of what is none, of one in itself, and of a tensor's size, of which pytree
-    makes a tuple.
+    """Returns what a container of pytree's holds, by key; None of what is none, of one in itself, and of a tensor's
+    size, of which pytree makes a tuple.
     """
     own, value = value, value.copy() if type(value) in RESTORED else value  # another thread may go on to change it
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, deque)) else ()
     is_closed = isinstance(value, torch.Size) or any(each is own for each in items)
-    found = None if is_closed else pytree.open_container(value)
-    return None if found is None else _Opened([*found[0]], [*found[0].values()], found[1])
+    return None if is_closed else pytree.open_container(value)
+
+
+def _made(opened: _Opened, part: Callable[[str, Any], Any]) -> Any:
+    """Returns a container like one that was opened, of other parts."""
+    items, structure = opened
+    return pytree.tree_unflatten([part(key, item) for key, item in items.items()], structure)
 
 
 def walk(value: Any) -> dict[int, Any]:
@@ -268,5 +262,5 @@ def stand_ins(pattern: Any) -> dict[str, Any]:
     if isinstance(pattern, Computed):
         return {pattern.name: _STAND_INS[pattern.kind]()}
     items = pattern.dims if isinstance(pattern, SizeOf) else pattern.items if isinstance(pattern, Same) else pattern
-    opened = _open(items)
-    return {name: each for part in (opened.items if opened else ()) for name, each in stand_ins(part).items()}
+    parts, _ = _open(items) or ({}, None)
+    return {name: each for part in parts.values() for name, each in stand_ins(part).items()}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import inspect
 import os
+import random
 import re
+import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
@@ -18,19 +20,15 @@ from torch import nn
 
 from graphpasses._torch.module_hooks import hooks
 from graphpasses.errors import CaptureError
-from graphpasses.identity import walk_modules
-from graphpasses.state.calls import calls_watched, stored_names
+from graphpasses.identity import has_other_items, walk_modules
+from graphpasses.state.calls import calls_watched, is_torchs, is_users, is_users_code, stored_names, users_modules
 from graphpasses.state.carried import Place
-from graphpasses.state.changes import Found, changing
 from graphpasses.state.keys import CONTAINERS, MISSING, Key, attributes_of, key_of
-from graphpasses.state.left_tensors import IN_CONTAINER, Left, read_before
-from graphpasses.state.origin import is_torchs, is_users, is_users_code, users_modules
+from graphpasses.state.left_tensors import IN_CONTAINER, MODULE_STATE, Left, read_before
 from graphpasses.state.outside import Outside, refuse_iterator
 from graphpasses.state.patterns import COMPUTED, Known, pattern_of, walk
 from graphpasses.state.slots import Difference, Owner, Slot, can_write, read
 
-# What every module has of torch's own: parameters, hooks; not its mode, which forward may change.
-_MODULE_STATE = frozenset(vars(nn.Module())) - {"training"}
 _FROM_ENVIRONMENT = type(os.environ).__getitem__.__code__
 _OF_ENVIRONMENT = ("os", "collections.abc", "_collections_abc")
 
@@ -56,6 +54,7 @@ class Reads:
         self._codes: dict[int, tuple[CodeType, bool]] = {}  # that ran, and whether they are the user's
         self._nested: set[int] = set()  # the ids of code in these
         self._is_looking = False  # what is read meanwhile the user does not read
+        self.drawn: str | None = None  # why the code is refused that drew random numbers of others than torch
         self.must_stay = True  # whether what is outside must be as it was once it was watched
         self._stack = ExitStack()
         for path, module in walk_modules(model):
@@ -71,24 +70,22 @@ class Reads:
         """All else of which something was read: what functions have names for."""
         return self._outside.read(of_model=False)
 
-    def has_read(self, module: nn.Module, name: str) -> bool:
-        """Whether an attribute of a module of the model was read before it was set."""
-        return name in self._outside.owner(module).slots
-
-    def ignore(self, fqn: str) -> None:
-        """Does not note who reads an attribute of a module of the model."""
-        owner, _, name = fqn.rpartition(".")
-        self._ignored.add((id(self._model.get_submodule(owner)), name))
+    def place(self, module: nn.Module, name: str) -> Place | None:
+        """Returns where an attribute of a module of the model stands, if it was read before it was set."""
+        slot = (owner := self._outside.owner(module)).slots.get(name)
+        return None if slot is None else Place(slot.path, owner, slot)
 
     def count(self, places: Iterable[Place]) -> None:
         """Notes what stands in places, which is no constant of the step."""
+        own = (place for place in places if place.is_of_module and id(place.owner.value) in self._outside.of_model)
+        self._ignored |= {(id(place.owner.value), place.slot.name) for place in own}
         for owner, name in ((place.owner.value, place.slot.name) for place in places):
             self._carried[id(owner), name] = key_of(read(owner, name))
         self._inputs = {(id(place.owner.value), place.slot.name) for place in places if not place.keys}
 
-    def is_input(self, owner: Owner, slot: Slot) -> bool:
+    def is_input(self, place: Place) -> bool:
         """Whether the step reads all that stands there as an input."""
-        return (id(owner.value), slot.name) in self._inputs
+        return (id(place.owner.value), place.slot.name) in self._inputs
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -99,22 +96,20 @@ class Reads:
             with self._stack:
                 self._begin()
                 yield
-            self._outside.refuse_draws()
+            self.drawn = self._outside.drawn()
             self._outside.finish()
             self._find_caches()
             if self.must_stay and (refusal := self.refusal()):
                 raise CaptureError(refusal)
         finally:
-            for owner in self._outside_modules():
+            own = (owner for owner in self.attributes if not isinstance(owner.value, nn.Module))
+            for owner in (*self.names, *own):
                 owner.restore()
 
     def refusal(self) -> str | None:
         """Says what the code has changed that is outside, but for what the step leaves."""
         found = ((owner, owner.difference(strict=True)) for owner in self.names)
         return next((_refusal(owner, difference) for owner, difference in found if difference is not None), None)
-
-    def _outside_modules(self) -> list[Owner]:
-        return [*self.names, *(each for each in self.attributes if not isinstance(each.value, nn.Module))]
 
     def left(self, own: Known) -> tuple[Left, dict[str, Any]]:
         """Returns what the step leaves in what is no module of the model, and in attributes that forward read before,
@@ -148,12 +143,13 @@ class Reads:
                 left.also.append((slot, found[0]))
                 continue
             if found is not None and (is_same or can_write(owner.value, slot.name)):
-                containers = slot.changed_containers()
+                containers = {id(each) for each, items in slot.copies if has_other_items(each, items)}
                 if is_same and containers <= seen:  # under another name
                     left.also.append((slot, found[0]))
                     continue
                 seen |= containers
-                left.places[path], left.values[path], left.refusals[path] = (owner, slot), found[0], refusal
+                left.places[path] = Place(path, owner, slot)
+                left.values[path], left.refusals[path] = found[0], refusal
                 computed |= found[1]
             elif in_model and difference is not None:
                 raise CaptureError(refusal)
@@ -170,6 +166,9 @@ class Reads:
         return calls_watched(self._on_call)
 
     def _begin(self) -> None:
+        self._outside.note_generator("Python's random", random.random.__self__)  # type: ignore[attr-defined]
+        if (numpy := sys.modules.get("numpy")) is not None:
+            self._outside.note_generator("numpy.random", numpy.random.rand.__self__)
         self._watch(nn.Module)
         self._watch(module_kind := type("module", (ModuleType,), {}))
         for library in users_modules():
@@ -186,12 +185,6 @@ class Reads:
             open_(name, tensor)
         open_(getattr(self._loss_fn, "__name__", type(self._loss_fn).__name__), self._loss_fn)
 
-    def changing(self, slot: Slot, left: Left, later: Left) -> list[Found]:
-        """Returns where a container in an attribute of a module has a number that the step changes at each call."""
-        owner = next(each for each in self.attributes if slot in each.slots.values())
-        pattern, then = (each.values.get(slot.path, MISSING) for each in (left, later))
-        return changing(slot.path, owner, slot, pattern, then)
-
     def look_again(self, places: Collection[Place]) -> None:
         """Takes what now stands in slots that had a traced number, of these places, for what the step found."""
         holders = {id(place.holder) for place in places}
@@ -201,16 +194,16 @@ class Reads:
                 if id(owner.value) in holders or any(id(container) in holders for container, _ in slot.copies):
                     slot.look_again(owner.value)
 
-    def changed(self) -> dict[Slot, tuple[Difference, Key]]:
-        """Returns the attributes that are others than when they were first read, but for tensors and functions, how
-        they differ, and their keys now.
+    def changed(self) -> dict[Slot, tuple[Place, Difference, Key]]:
+        """Returns the attributes that are others than when they were first read, but for tensors and functions: where
+        they stand, how they differ, and their keys now.
         """
-        found: dict[Slot, tuple[Difference, Key]] = {}
+        found: dict[Slot, tuple[Place, Difference, Key]] = {}
         for owner in self.attributes:
             for slot in owner.slots.values():
                 difference = slot.difference(value := read(owner.value, slot.name), strict=True)
                 if difference is not None and difference.now.kind is not object:
-                    found[slot] = difference, key_of(value)
+                    found[slot] = Place(slot.path, owner, slot), difference, key_of(value)
         return found
 
     # ---- functions that run ----------------------------------------------------------------------------
@@ -295,7 +288,7 @@ class Reads:
 
     def _is_seen(self, this: Any, name: str) -> bool:
         """Whether a name is watched that is read now: ``__dict__`` is by code that is not the object's own."""
-        if id(this) not in self._watched or (name in _MODULE_STATE and id(this) in self._outside.of_model):
+        if id(this) not in self._watched or (name in MODULE_STATE and id(this) in self._outside.of_model):
             return False
         if name != "__dict__":
             return name[:2] != "__"

@@ -19,12 +19,13 @@ from types import CellType, MethodType
 from typing import Any, NamedTuple
 
 from graphpasses.errors import CaptureError
-from graphpasses.identity import containers_with_copies, has_other_items, put_back
+from graphpasses.identity import containers_with_copies, put_back
 from graphpasses.state import keys
 from graphpasses.state.keys import CONTAINERS, MISSING, Key, Pairs, key_of
 from graphpasses.state.patterns import Same, misfit
 
 AGAIN = "capture the step again, or undo the change"
+FIRST_CALL = ". If it does so at the first call only, run loss_fn once before the capture"
 
 
 def changed(what: str, was: object, now: object, advice: str = AGAIN, *, has: bool = False) -> CaptureError:
@@ -153,7 +154,8 @@ class Slot:
 
     def __post_init__(self) -> None:
         self.is_fixed = not keys.changes_in_place(self.value)
-        self.copies = containers_with_copies(_opened(self.value))
+        state = keys.torch_state(self.value)  # of torch's objects the attributes are put back
+        self.copies = containers_with_copies(self.value if state is None else state)
 
     def look_again(self, owner: Any) -> None:
         """Takes what now stands under the name for what it was."""
@@ -172,7 +174,7 @@ class Slot:
             key = key_of(now)
             is_known = key == self.key or key in self.others
             if not is_known and alike is not None and not self.key.is_plain:  # what that was stands in the key alone
-                is_known = keys.are_alike(self._was(), now, alike)
+                is_known = keys.are_alike(self.was(self.value), now, alike)
             part = None
             if not is_known and (self.left is MISSING or (part := misfit(now, self.left, self.path)) is not None):
                 counts_new = strict or not self.is_cache or self.left is not MISSING
@@ -187,13 +189,9 @@ class Slot:
             return Difference(self.path, self.key, key_of(now), False)  # the step leaves something in the first
         return opened.difference(now, strict=strict, alike=alike, inside=inside)
 
-    def _was(self) -> Any:
-        """Returns the value, or a copy, by which a container is what it was."""
-        return next((items for container, items in self.copies if container is self.value), self.value)
-
-    def changed_containers(self) -> set[int]:
-        """Returns the ids of the containers in the value that have other items than they had."""
-        return {id(container) for container, items in self.copies if has_other_items(container, items)}
+    def was(self, value: Any) -> Any:
+        """Returns a value, or the copy by which a container is what it was."""
+        return next((items for container, items in self.copies if container is value), value)
 
     def restore(self, owner: Any) -> None:
         """Gives the owner what the name was, and that the items that it had."""
@@ -203,11 +201,6 @@ class Slot:
             write(owner, self.name, self.value)
         for container, items in self.copies:
             put_back(container, items)
-
-
-def _opened(value: Any) -> Any:
-    """Returns what has the items of a value: itself, or an object's of torch attributes."""
-    return value if (state := keys.torch_state(value)) is None else state
 
 
 @dataclass(eq=False, slots=True)
@@ -260,33 +253,23 @@ class Owner:
 
 
 @contextmanager
-def values_restored(owners: Iterable[Owner]) -> Iterator[Held]:
-    """Puts back what owners have under their names."""
-    held = Held(owners)
-    try:
-        yield held
-    finally:
-        held.put_back()
+def values_restored(owners: Iterable[Owner]) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Puts back what owners have under their names; yields what returns, by path, what is another value by then."""
+    held: list[Owner] = []
+    for owner in owners:
+        held.append(Owner(owner.value))
+        for slot in owner.slots.values():
+            held[-1].add(slot.name, slot.path)
 
-
-class Held:
-    """What owners have under their names now, to tell what changes."""
-
-    def __init__(self, owners: Iterable[Owner]) -> None:
-        self._owners: list[Owner] = []
-        for owner in owners:
-            self._owners.append(Owner(owner.value))
-            for slot in owner.slots.values():
-                self._owners[-1].add(slot.name, slot.path)
-
-    def changed(self) -> dict[str, Any]:
-        """Returns what is another value than it was, by path."""
+    def changed() -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for owner, slot in ((each, slot) for each in self._owners for slot in each.slots.values()):
+        for owner, slot in ((each, slot) for each in held for slot in each.slots.values()):
             if key_of(value := read(owner.value, slot.name)) != slot.key:
                 found[slot.path if slot.path not in found else f"{slot.path} ({len(found)})"] = value
         return found
 
-    def put_back(self) -> None:
-        for owner in self._owners:
+    try:
+        yield changed
+    finally:
+        for owner in held:
             owner.restore()

@@ -1,12 +1,19 @@
-"""All that a step holds constant, as it was when it was captured."""
+"""All that a step holds constant, as it was when it was captured; and whether the model is as a step saw it last.
+
+That is asked of what Python and torch know of writes, not of each value.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+import inspect
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import chain
+from operator import is_
+from types import FunctionType
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -14,16 +21,14 @@ from torch.backends import cuda, cudnn, mkldnn
 
 from graphpasses._torch.fsdp2 import SETTINGS, fsdp_groups, group_name, group_setting
 from graphpasses._torch.fsdp2_parameters import find_outdated, find_replaced, find_set_unsharded
-from graphpasses._torch.module_hooks import global_hook_ids
+from graphpasses._torch.module_hooks import dict_versions, global_hook_ids, gradient_hook_ids, guard_of, parts_of
 from graphpasses._torch.surroundings import function_modes, keeps_parametrized, saved_tensor_hooks
 from graphpasses.errors import CaptureError
 from graphpasses.identity import named_state
-from graphpasses.state.carried import Place, is_countable
-from graphpasses.state.changes import changed_values
-from graphpasses.state.keys import TensorFacts
+from graphpasses.state.carried import Place, changed_values
+from graphpasses.state.keys import MISSING, TensorFacts
 from graphpasses.state.model import ModelStructure
-from graphpasses.state.slots import AGAIN, Asked, Owner
-from graphpasses.state.unwritten import Unwritten
+from graphpasses.state.slots import AGAIN, Asked, Owner, Slot
 
 _SINCE = " when the step was captured"
 _HELD = "loss_fn also reads it by a variable of its own"
@@ -69,12 +74,10 @@ class Snapshot:
         modules = {*map(id, self.structure.modules)}
         return [*self.names, *(owner for owner in self.attributes if id(owner.value) not in modules)]
 
-    def with_tensors(self, tensors: Iterable[torch.Tensor]) -> Snapshot:
-        """Returns it with what the graph has built in of tensors from outside, which it keeps."""
-        return replace(self, tensors=tuple(map(_tensor_owner, tensors)))
-
-    def check(self, model: nn.Module) -> list[torch.Tensor | None]:
-        """Returns the model's tensors, by slot; raises, and names it, if something is not what it was."""
+    def check(self, model: nn.Module, *places: Iterable[Place]) -> list[torch.Tensor | None]:
+        """Returns the model's tensors, by slot; raises, and names it, if something is not what it was, or if
+        ``places`` that the step reads and leaves are no more the model's.
+        """
         tensors = None if self._seen is None else self._seen.tensors(model)
         if tensors is not None and self._seen is not None:
             _refuse(self._seen.owners)
@@ -86,11 +89,18 @@ class Snapshot:
             for fqn, tensor in self.structure.named(tensors, self.held).items():
                 if tensor is not self.held[fqn]:
                     raise CaptureError(f"{fqn!r} was replaced since the step was captured, and {_HELD}; {AGAIN}")
-            if self.structure.is_of(model):
+            if all(map(is_, model.modules(), self.structure.modules)):
                 _refuse(self.attributes)
                 self._seen = seen
             else:  # a module was replaced by one that is alike, but for what forward read of it
                 self.for_model(model, {})
+                own = {id(owner.value) for owner in self.attributes} | {*map(id, self.structure.modules)}
+                for place in chain(*places):
+                    if id(place.owner.value) in own - {*map(id, model.modules())}:
+                        raise CaptureError(
+                            f"a module was replaced since the step was captured, and {place.name}, which the step "
+                            f"leaves, stands in the former; {AGAIN}"
+                        )
         _refuse((*self.settings, *self.tensors))
         _refuse(self.names, _IN_BATCH)
         return tensors
@@ -99,17 +109,11 @@ class Snapshot:
         """Takes what the block, which is the step's own, writes into the model for seen, if there ``are_any``."""
         return self._seen.told() if are_any and self._seen is not None else nullcontext()
 
-    def changed_values(self, model: nn.Module) -> dict[str, str | Place]:
-        """Returns where numbers and tensors are others now, by what messages call them: FQNs, or places."""
-        modules = {*map(id, model.modules())}
-        found: dict[str, str | Place] = {}
-        for owner in (*self.attributes, *self.names):
-            for slot in owner.slots.values():
-                for place in changed_values(owner, slot):
-                    is_fqn = not place.keys and id(owner.value) in modules and is_countable(model, slot.path)
-                    path = f"attribute {slot.path!r}" if is_fqn else repr(place.path)
-                    found.setdefault(path, slot.path if is_fqn else place)
-        return found
+    def changed_values(self) -> dict[str, Place]:
+        """Returns where numbers and tensors are others now, by what messages call them."""
+        slots = ((owner, slot) for owner in (*self.attributes, *self.names) for slot in owner.slots.values())
+        found = [place for owner, slot in slots for place in changed_values(owner, slot)]
+        return {place.name: place for place in reversed(found)}  # of one name the first
 
     def for_model(self, model: nn.Module, groups: Mapping[str, str]) -> Snapshot:
         """Returns the same of another model, with other process groups, by the names of this one's; raises where that
@@ -141,12 +145,15 @@ def _refuse(owners: Iterable[Owner], advice: str = AGAIN, **options: Any) -> Non
 def settings_of(model: nn.Module) -> tuple[Owner, ...]:
     """Returns the settings that a step's graph has built in; not those that kernels read, as ``cudnn.benchmark``."""
     device = next(nn.Module.parameters(model)).device.type
+    has_autocast = torch.amp.is_autocast_available(device)
+    # What ``torch.autocast(device)`` takes where it is given none.
+    dtype: Callable[[], Any] = partial(torch.get_autocast_dtype, device) if has_autocast else lambda: None
     asked: dict[str, Callable[[], Any]] = {
         "torch.get_default_dtype()": torch.get_default_dtype,
         "torch.get_default_device()": torch.get_default_device,
         "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled,
-        f"autocast on {device!r}": partial(_autocast, device),
-        f"torch.get_autocast_dtype({device!r})": partial(_autocast_dtype, device),
+        f"autocast on {device!r}": lambda: dtype() if has_autocast and torch.is_autocast_enabled(device) else None,
+        f"torch.get_autocast_dtype({device!r})": dtype,
         "torch.is_autocast_cache_enabled()": torch.is_autocast_cache_enabled,
         **{f"torch.backends.cuda.{name}()": getattr(cuda, name) for name in _ATTENTION},
         "torch.backends.cudnn.enabled": lambda: cudnn.enabled,
@@ -168,7 +175,8 @@ def settings_of(model: nn.Module) -> tuple[Owner, ...]:
     return owners
 
 
-def _tensor_owner(tensor: torch.Tensor) -> Owner:
+def tensor_owner(tensor: torch.Tensor) -> Owner:
+    """Returns the owner of what a graph has built in of a tensor from outside, which it keeps."""
     before = TensorFacts.of(tensor), tensor.requires_grad
     text = str(before[0])
 
@@ -179,16 +187,6 @@ def _tensor_owner(tensor: torch.Tensor) -> Owner:
     owner = Owner(Asked(ask))
     owner.add("", "a tensor from outside that loss_fn reads")
     return owner
-
-
-def _autocast(device: str) -> torch.dtype | None:
-    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return _autocast_dtype(device) if is_on else None
-
-
-def _autocast_dtype(device: str) -> torch.dtype | None:
-    """Returns the dtype that ``torch.autocast(device)`` takes where it is given none."""
-    return torch.get_autocast_dtype(device) if torch.amp.is_autocast_available(device) else None
 
 
 _REPLACED = (
@@ -214,3 +212,103 @@ def check_unsharded(groups: Sequence[Any]) -> None:
     for find, refusal in _NOT_FOLLOWED.items():
         if (fqn := find(groups)) is not None:
             raise CaptureError(refusal.format(fqn))
+
+
+# ---- whether something was written ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Unwritten:
+    """A model as it was seen last: all that counts of it stands in dicts, or in tensors of a kind."""
+
+    modules: list[nn.Module]
+    kinds: list[type]  # their classes
+    states: list[dict[str, Any]]  # their ``__dict__``
+    own: list[dict[str, torch.Tensor | None]]  # of their parameters and buffers, in order
+    empty: list[dict[Any, Any]]  # other dicts of modules and tensors, in which nothing was
+    filled: list[dict[Any, Any]]  # all others
+    versions: list[int]  # their versions
+    fits: Callable[..., bool]  # whether tensors are of the kinds that they were
+    hooks: tuple[tuple[int, ...], ...]  # that wait for their gradients
+    of_classes: dict[tuple[type, str], Any]  # what stands in the classes, and for all their modules, that counts
+    owners: tuple[Owner, ...]  # what else counts: what no dict says
+
+    @classmethod
+    def of(cls, model: nn.Module, owners: Iterable[Owner] = ()) -> Self | None:
+        """Sees a model and owners as they are, which are checked afterwards; None where torch has no such guard."""
+        modules = [*model.modules()]
+        states = [*map(vars, modules)]
+        parts = [*map(parts_of, states)]
+        own = [each for parameters, buffers, *_ in parts for each in (parameters, buffers) if each]
+        tensors = [tensor for each in own for tensor in each.values() if tensor is not None]
+        dicts = [*states, *chain.from_iterable(parts), *map(vars, tensors)]
+        if not all(isinstance(each, dict) for each in dicts) or (fits := guard_of(tensors)) is None:
+            return None
+        filled = [each for each in dicts if each]
+        empty, versions = [each for each in dicts if not each], dict_versions(filled)
+        hooks = gradient_hook_ids(tensors)
+        of_classes, others = _of_classes(owners, {*map(id, modules)})
+        kinds = [*map(type, modules)]
+        return cls(modules, kinds, states, own, empty, filled, versions, fits, hooks, of_classes, others)
+
+    def tensors(self, model: nn.Module) -> list[torch.Tensor | None] | None:
+        """Returns the model's tensors, by slot; None if something was written, be it what it was."""
+        if (
+            model is not self.modules[0]
+            or any(self.empty)
+            or not all(map(is_, map(type, self.modules), self.kinds))
+            or not all(map(is_, map(vars, self.modules), self.states))
+            or dict_versions(self.filled) != self.versions
+            or any(_in_class(*where) is not value for where, value in self.of_classes.items())
+        ):
+            return None
+        tensors = [*chain.from_iterable(map(dict.values, self.own))]
+        there = [tensor for tensor in tensors if tensor is not None]
+        return tensors if self.fits(*there) and gradient_hook_ids(there) == self.hooks else None
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Takes what the block, which is the step's own, writes for seen."""
+        is_seen = dict_versions(self.filled) == self.versions
+        yield
+        if is_seen:
+            self.versions[:] = dict_versions(self.filled)
+
+
+def _of_classes(
+    owners: Iterable[Owner], modules: Collection[int]
+) -> tuple[dict[tuple[type, str], Any], tuple[Owner, ...]]:
+    """Returns what stands in classes of what owners have, and what of these neither a class says nor a dict."""
+    found: dict[tuple[type, str], Any] = {}
+    others: list[Owner] = []
+    for owner in owners:
+        kind = type(owner.value)
+        in_class = {name: _in_class(kind, name) for name in owner.slots}
+        is_module = id(owner.value) in modules and _in_class(kind, "__getattribute__") is _AS_ALL_READ
+        asked = {
+            name: slot
+            for name, slot in owner.slots.items()
+            if not is_module or not _is_written(vars(owner.value), slot, in_class[name])
+        }
+        found |= {(kind, name): value for name, value in in_class.items() if name not in asked}
+        if asked:
+            others.append(Owner(owner.value, owner.path, asked))
+    return found, tuple(others)
+
+
+def _is_written(state: Collection[str], slot: Slot, in_class: Any) -> bool:
+    """Whether an attribute becomes another only where its module's dict, or its class, is written."""
+    if slot.left is not MISSING or slot.opened is not None:
+        return False
+    if slot.name in state:
+        return slot.is_fixed and not inspect.isdatadescriptor(in_class)
+    is_value = slot.is_fixed and in_class is not MISSING and not hasattr(type(in_class), "__get__")
+    return is_value or isinstance(in_class, FunctionType)
+
+
+def _in_class(kind: type, name: str) -> Any:
+    """Returns what stands in a class under a name, as it stands there."""
+    return next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), MISSING)
+
+
+_AS_ALL_READ = _in_class(object, "__getattribute__")

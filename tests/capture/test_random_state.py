@@ -150,6 +150,15 @@ def test_a_seed_in_the_loss() -> None:
     )
 
 
+def test_a_seed_from_which_the_next_step_draws() -> None:
+    def seeded(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(3)
+        return loss_fn(model, x)
+
+    with pytest.raises(FidelityError, match=r"computes another state of the random numbers \(cpu\) than eager"):
+        capture_train_step(seeded, nn.Linear(4, 1), X)
+
+
 @pytest.mark.parametrize(
     ("draw", "name"),
     [(random.random, "Python's random"), (numpy.random.rand, "numpy.random")],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import re
 from collections.abc import Callable
 from typing import Any
@@ -123,6 +124,20 @@ def test_refuses_to_clip_for_nobody() -> None:
     message = "clip_norm clips gradients for an optimizer's step; give optimizer=, too, or clip after the step"
     with pytest.raises(CaptureError, match=f"^{re.escape(message)}$"):
         capture(build(), None, clip_norm=1.0)
+
+
+class Drawing(SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.add_(parameter.grad, alpha=-random.random())
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_refuses_an_optimizer_that_draws_from_python(check: bool) -> None:
+    model = build()
+    with pytest.raises(CaptureError, match=r" draws random numbers of Python's random, "):
+        capture(model, Drawing(model.parameters()), check=check)
 
 
 def test_refuses_what_the_optimizer_refuses() -> None:

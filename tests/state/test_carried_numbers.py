@@ -120,7 +120,8 @@ def test_a_number_that_forward_changes_later_alone() -> None:
         calls.append((model.num_calls, model.average))
     assert calls == [(1, 0), (2, 0), (3, 0.3), (4, 0.3), (5, 0.6), (6, 0.6)]
     assert len(step.captures) == 2  # the first would hold constant what others change
-    assert step.captures[0].carried.fqns == step.captures[1].carried.fqns == ("num_calls", "average")
+    paths = "attribute 'num_calls'", "attribute 'average'"
+    assert step.captures[0].carried.paths == step.captures[1].carried.paths == paths
 
 
 def test_a_fraction_that_an_operator_builds_in() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -239,6 +240,61 @@ def test_a_step_of_another_model() -> None:
     step = capture_train_step(outside, Model(), X)
     with pytest.raises(CaptureError, match=r"capture the other model's step"):
         step.for_model(Model())
+
+
+class Stateful(nn.Linear):
+    def __init__(self, kind: str) -> None:
+        super().__init__(4, 4)
+        self.kind = kind
+        self.state: Any = {"number": 0, "tensor": torch.zeros(4), "list": [torch.zeros(4)]}[kind]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return keep(self, super().forward(x))
+
+
+def keep(module: Stateful, out: torch.Tensor) -> torch.Tensor:
+    if module.kind == "number":
+        module.state += 1
+        return out * module.state
+    out = out + (module.state if module.kind == "tensor" else module.state[0])
+    mean = out.detach().mean(0)
+    if module.kind == "tensor":
+        module.state = mean
+    else:
+        module.state[0] = mean
+    return out
+
+
+@pytest.mark.parametrize("kind", ["number", "tensor", "list"])
+def test_a_module_that_is_replaced_by_one_alike(kind: str) -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    model = nn.Sequential(Stateful(kind))
+    twin = copy.deepcopy(model)
+    step, losses = capture_train_step(loss_fn, model, X), []
+    for index in range(6):
+        if index == 3:
+            model[0] = copy.deepcopy(model[0])
+        losses.append((step(X).item(), loss_fn(twin, X).item()))
+    assert [ours for ours, _ in losses] == [theirs for _, theirs in losses]
+    assert str(model[0].state) == str(twin[0].state)
+    model[0] = copy.deepcopy(model[0])
+    with pytest.raises(CaptureError, match=r"^a module was replaced since .* '0.state.*', which the step leaves"):
+        replace(step.captures[-1], recapture=None)(X)
+
+
+@pytest.mark.parametrize("kind", ["number", "tensor", "list"])
+def test_what_a_module_outside_keeps(kind: str) -> None:
+    def loss_of(side: Stateful) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+        return lambda model, x: keep(side, model(x)).square().mean()
+
+    model, side, twin = nn.Linear(4, 4), Stateful(kind), Stateful(kind)
+    step = capture_train_step(loss_of(side), model, X)
+    for _ in range(3):
+        assert step(X).item() == loss_of(twin)(model, X).item()
+    assert str(side.state) == str(twin.state)
+    assert step.captures == (step,)
 
 
 def test_variables_of_one_name() -> None:

@@ -14,7 +14,7 @@ import torch
 import graphpasses as gp
 from graphpasses.errors import CaptureError
 from graphpasses.state.keys import are_alike, key_of
-from graphpasses.state.optimizers import Optimizers, is_number, numbers_of, with_numbers
+from graphpasses.state.optimizers import Optimizers, is_number, with_numbers
 from graphpasses.state.slots import Asked, read
 
 
@@ -102,7 +102,8 @@ def test_read() -> None:
 def test_numbers_of_optimizers() -> None:
     assert [is_number(each) for each in (0.1, True, torch.tensor(0.1))] == [True, False, False]
     optimizer = torch.optim.Adam([torch.ones(1, requires_grad=True)], lr=0.1)
-    assert numbers_of(Optimizers((optimizer,)))[0, "betas[1]"] == 0.999
+    optimizers = Optimizers((optimizer,))
+    assert optimizers.kept({}).numbers(optimizers)[0, "betas[1]"] == 0.999
     group = with_numbers({"lr": 1.0, "betas": (0.9, 0.99)}, {"betas[0]": 0.5})
     assert group == {"lr": 1.0, "betas": (0.5, 0.99)}
 

@@ -281,6 +281,15 @@ def both() -> list[Any]:
     return [sharded(is_captured) for is_captured in (False, True)]
 
 
+def test_a_list_in_the_place_of_a_tuple_of_the_same_items() -> None:
+    model = Keeping(lambda module, out: setattr(module, "kept", [1, 2]))
+    model.kept = (1, 2)
+    step = capture_train_step(loss_of_model, model, X)
+    assert model.kept == (1, 2)
+    step(X)
+    assert model.kept == [1, 2]
+
+
 def test_what_hooks_of_a_sharded_model_keep() -> None:
     for eager, captured in run_cluster(both, Topology(2, gpus_per_node=2)):
         assert captured == eager

@@ -118,6 +118,8 @@ class StageWatch:
                     f"forward reads attribute {slot.path!r} and changes it while graph_trainer traces it; the graph "
                     "would not. Keep it in a buffer that forward writes in place, or set it outside of forward"
                 )
+        if reads.drawn:
+            raise CaptureError(reads.drawn)
         self.snapshot = Snapshot.of(self._module, reads.attributes, reads.names)
 
     def check(self, module: nn.Module) -> None:
