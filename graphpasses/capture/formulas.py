@@ -21,7 +21,7 @@ from torch import fx
 from graphpasses._torch.symbols import UNDECIDED
 from graphpasses.analysis.backward import is_backward
 from graphpasses.errors import CaptureError
-from graphpasses.graph.nodes import argument, fake_value, named_call
+from graphpasses.graph.nodes import argument, fake_value, named_call, refresh_values
 from graphpasses.ops.eager_gradient import EAGER_GRADIENT, MASKED_PLACE, MASKED_SUM
 
 aten = torch.ops.aten
@@ -63,8 +63,10 @@ def _add_filled(graph: fx.Graph, call: fx.Node, formula: list[fx.Node], is_backw
 def _place_selected(graph: fx.Graph, call: fx.Node, formula: list[fx.Node], is_backward: _IsBackward) -> None:
     for placed in [node for node in formula if node.target is aten.masked_scatter.default]:
         zeros, mask, gradient = argument(placed), *placed.args[1:]
-        _take_place(graph, placed, MASKED_PLACE, (gradient, argument(zeros), mask))
-        graph.erase_node(zeros)
+        if zeros.target is aten.zeros_like.default:
+            _take_place(graph, placed, MASKED_PLACE, (gradient, argument(zeros), mask))
+            if not zeros.users:
+                graph.erase_node(zeros)
 
 
 def _take_place(graph: fx.Graph, node: fx.Node, operator: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -73,6 +75,8 @@ def _take_place(graph: fx.Graph, node: fx.Node, operator: Callable[..., Any], ar
     found.meta.update({**node.meta, "val": fake_value(found)})
     node.replace_all_uses_with(found)
     graph.erase_node(node)
+    if str(found.meta["val"].stride()) != str(node.meta["val"].stride()):
+        refresh_values(graph, [found])
 
 
 def _replace(graph: fx.Graph, call: fx.Node, formula: list[fx.Node], is_backward: _IsBackward) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 import graphpasses
 from graphpasses.capture import capture_train_step
 from graphpasses.identity import same_bits
+from graphpasses.ops.eager_gradient import MASKED_PLACE
 
 X = torch.arange(1.0, 9.0).view(2, 4)
 Loss = Callable[[torch.Tensor], torch.Tensor]
@@ -152,6 +153,9 @@ def test_what_a_mask_selects() -> None:
     model = Selected(torch.masked_select)
     masks = [torch.rand(4, 10, generator=generator) < share for share in (0.3, 0.5, 0.8)]
     step = capture_train_step(far, model, x, masks[0], target)
+    placed, *_ = step.graph.find_nodes(op="call_function", target=MASKED_PLACE)
+    (back,) = placed.users
+    assert back.meta["val"].stride() == (80, 10, 1)  # as the norm's output has
     laid_out = Selected(lambda y, mask: y.contiguous().masked_select(mask))
     differs = []
     for mask in masks:
@@ -160,6 +164,23 @@ def test_what_a_mask_selects() -> None:
         other = gradient(laid_out, lambda mask=mask: far(laid_out, x, mask, target).backward())
         differs.append(not same_bits(other, expected))
     assert any(differs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ours", [False, True])
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_what_a_mask_selects_compiled(ours: bool) -> None:
+    """Control: ``torch.compile`` alone has other bits."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x, mask = Selected(torch.masked_select), torch.randn(4, 8, 10), torch.rand(4, 10) < 0.5
+    compiled: Any = (
+        graphpasses.compile(model, inner="aot_eager") if ours else torch.compile(model, backend="aot_eager")
+    )
+    expected, found = (
+        gradient(model, lambda call=call: call(x, mask).square().mean().backward()) for call in (model, compiled)
+    )
+    assert same_bits(found, expected) == ours
 
 
 @pytest.mark.slow
