@@ -3,7 +3,7 @@ from graphpasses import passes as passes
 from graphpasses import scale as scale
 from graphpasses import simulate as simulate
 from graphpasses.capture.compile_check import check_compiled as check_compiled
-from graphpasses.capture.compile_options import CompileReport as CompileReport
+from graphpasses.capture.compile_report import CompileReport as CompileReport
 from graphpasses.capture.measure_operators import measure_operators as measure_operators
 from graphpasses.capture.simple_fsdp import simple_fsdp as simple_fsdp
 from graphpasses.capture.torch_compile import compile as compile

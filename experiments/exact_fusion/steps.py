@@ -17,7 +17,7 @@ import graphpasses
 from experiments.exact_fusion.models import VOCAB, Decoder, loss_fn
 from experiments.harness.bench import Timing, time_rounds
 from graphpasses.capture import capture_train_step
-from graphpasses.capture.compile_options import CompileReport
+from graphpasses.capture.compile_report import CompileReport
 from graphpasses.identity import same_bits
 from graphpasses.passes import default_pipeline
 

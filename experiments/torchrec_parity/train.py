@@ -24,7 +24,7 @@ from experiments.torchrec_parity.dense import shard_dense
 from experiments.torchrec_parity.models import batch, build
 from experiments.torchrec_parity.results import Calls, Facts
 from experiments.torchrec_parity.state import whole_state
-from graphpasses.capture.compile_options import CompileReport
+from graphpasses.capture.compile_report import CompileReport
 from graphpasses.fsdp import BucketPlan, eager_layout
 from graphpasses.parity import ParityRecorder
 from graphpasses.passes import recommender_pipeline

@@ -16,13 +16,15 @@ from graphpasses._torch.compile_backend import uncompiled
 from graphpasses._torch.ddp import is_replicated, orders_buckets, orders_replicated, running_ddp
 from graphpasses._torch.dynamo import BackendCompilerFailed, graphs_uncut, is_eager_forced, record_graph_breaks
 from graphpasses._torch.traced_floats import FLOATS_ASKED
-from graphpasses.capture.compile_options import CompileOptions, CompileReport
+from graphpasses.capture.compile_report import CompileReport
 from graphpasses.capture.refusals import check_materialised
 from graphpasses.errors import GraphPassesError, UnsupportedError
-from graphpasses.state.calls import is_users, names_of
+from graphpasses.state.calls import names_of
 from graphpasses.state.keys import CONTAINERS, attributes_of, items_of, read_cell
+from graphpasses.state.origin import is_users
 
 if TYPE_CHECKING:
+    from graphpasses.capture.compile_options import CompileOptions
     from graphpasses.embedding.torchrec.model_call import ModelCall
 
 _DDP = nn.parallel.DistributedDataParallel

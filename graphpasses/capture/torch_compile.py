@@ -24,7 +24,8 @@ from graphpasses.analysis.backward import backward_nodes
 from graphpasses.analysis.effects import launches_collective
 from graphpasses.analysis.uses import check_added_one_by_one
 from graphpasses.capture.autocast_casts import autocasts_around, cast_once, check_cast_once, find_cast
-from graphpasses.capture.compile_options import CompileOptions, CompileReport, Inner
+from graphpasses.capture.compile_options import CompileOptions, Inner
+from graphpasses.capture.compile_report import CompileReport
 from graphpasses.capture.compiled_call import CompiledCall, running
 from graphpasses.capture.compiled_gradients import CompiledGradients, copy_held, find_views_returned
 from graphpasses.capture.compiled_graphs import read_aot_graph, read_model_graph

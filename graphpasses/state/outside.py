@@ -23,8 +23,9 @@ from torch import nn
 from graphpasses._torch.module_hooks import hook_ids, hooks
 from graphpasses.errors import CaptureError
 from graphpasses.state import keys
-from graphpasses.state.calls import is_torchs, is_users, is_users_module, is_watched, names_of
+from graphpasses.state.calls import names_of
 from graphpasses.state.keys import CONTAINERS, MISSING, attributes_of
+from graphpasses.state.origin import is_torchs, is_users, is_users_module, is_watched
 from graphpasses.state.slots import Asked, Owner, Slot
 
 # What holds others under names that no code need have, and whether these may become others.

@@ -21,10 +21,11 @@ from torch import nn
 from graphpasses._torch.module_hooks import hooks
 from graphpasses.errors import CaptureError
 from graphpasses.identity import has_other_items, walk_modules
-from graphpasses.state.calls import calls_watched, is_torchs, is_users, is_users_code, stored_names, users_modules
+from graphpasses.state.calls import calls_watched, stored_names
 from graphpasses.state.carried import Place
 from graphpasses.state.keys import CONTAINERS, MISSING, Key, attributes_of, key_of
 from graphpasses.state.left_tensors import IN_CONTAINER, MODULE_STATE, Left, read_before
+from graphpasses.state.origin import is_torchs, is_users, is_users_code, users_modules
 from graphpasses.state.outside import Outside, refuse_iterator
 from graphpasses.state.patterns import COMPUTED, Known, pattern_of, walk
 from graphpasses.state.slots import Difference, Owner, Slot, can_write, read

@@ -18,7 +18,7 @@ with warnings.catch_warnings():
     from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 
 import graphpasses
-from graphpasses.capture.compile_options import CompileReport
+from graphpasses.capture.compile_report import CompileReport
 from graphpasses.graph import Stage
 from graphpasses.passes import LowerEmbeddingBags
 from graphpasses.passes.runner import GraphPass, Pipeline

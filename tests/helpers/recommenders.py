@@ -33,7 +33,7 @@ with warnings.catch_warnings():
     from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import graphpasses
-from graphpasses.capture.compile_options import CompileReport
+from graphpasses.capture.compile_report import CompileReport
 
 DIM, NUM_ROWS, BATCH_SIZE = 16, 40, 5
 CPU = torch.device("cpu")

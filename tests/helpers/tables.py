@@ -26,7 +26,7 @@ with warnings.catch_warnings():
     )
 
 import graphpasses
-from graphpasses.capture.compile_options import CompileReport
+from graphpasses.capture.compile_report import CompileReport
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.passes import FuseTBE
 from graphpasses.passes.runner import GraphPass, Numerics, PassReport, Pipeline

@@ -19,7 +19,7 @@ from torch import nn
 
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import CaptureError
-from graphpasses.state import calls
+from graphpasses.state import origin
 
 X = torch.ones(2, 4)
 PACKAGE = """
@@ -56,8 +56,8 @@ def forget() -> Iterator[None]:
     before = list(sys.path)
     yield
     sys.path[:] = before
-    calls._LIBRARIES.clear()
-    for each in (calls._is_users, calls._folders, calls._distributions):
+    origin._LIBRARIES.clear()
+    for each in (origin._is_users, origin._folders, origin._distributions):
         each.cache_clear()
 
 
@@ -77,10 +77,10 @@ def test_kinds_of_installation(kind: str, tmp_path: Path) -> None:
         if metadata == "dist-info":
             (info / "RECORD").write_text(f"{name}.py,,\n")
     importlib.invalidate_caches()
-    for cached in (calls._is_users, calls._folders, calls._distributions):
+    for cached in (origin._is_users, origin._folders, origin._distributions):
         cached.cache_clear()
     package = importlib.import_module(name)
-    assert calls.is_users(package.scaled) is calls.is_users_module(package) is is_users
+    assert origin.is_users(package.scaled) is origin.is_users_module(package) is is_users
     model = nn.Linear(4, 4)
     step = capture_train_step(lambda model, x: package.scaled(model(x)).mean(), model, X, recapture=False)
     step(X)
@@ -151,9 +151,9 @@ class Point(NamedTuple):
 
 
 def test_the_constructor_of_a_named_tuple_is_pythons() -> None:
-    assert not calls.is_users(Point.__new__)  # else all objects of the process are searched for its functions
+    assert not origin.is_users(Point.__new__)  # else all objects of the process are searched for its functions
     exec("def mine(): ...", made := {"__name__": "mine"})
-    assert calls.is_users(made["mine"])
+    assert origin.is_users(made["mine"])
 
 
 def test_modules_of_the_user_are_found_each_time() -> None:
@@ -162,9 +162,9 @@ def test_modules_of_the_user_are_found_each_time() -> None:
     for module in (first, second):
         module.__file__ = "/home/me/mine_of_this_test.py"
         sys.modules[module.__name__] = module
-        found = [*calls.users_modules()]
+        found = [*origin.users_modules()]
         assert module in found
         assert torch not in found
-        assert torch in calls._LIBRARIES
+        assert torch in origin._LIBRARIES
     assert first not in found
     del sys.modules[first.__name__]

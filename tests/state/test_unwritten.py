@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from graphpasses.state.slots import Owner
-from graphpasses.state.snapshot import Unwritten
+from graphpasses.state.unwritten import Unwritten
 
 
 class Config:

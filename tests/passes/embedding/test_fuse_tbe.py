@@ -16,7 +16,7 @@ from torch import Tensor, nn
 pytest.importorskip("torchrec")
 
 import graphpasses
-from graphpasses.capture.compile_options import CompileReport
+from graphpasses.capture.compile_report import CompileReport
 from graphpasses.embedding.arena import Arena
 from graphpasses.errors import ArenaError, IdError
 from graphpasses.fbgemm.lookups import LookupCall

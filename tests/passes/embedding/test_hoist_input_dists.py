@@ -21,7 +21,7 @@ from torchrec.optim import RowWiseAdagrad
 import graphpasses
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.analysis.effects import launches_collective
-from graphpasses.capture.compile_options import CompileReport
+from graphpasses.capture.compile_report import CompileReport
 from graphpasses.graph import Stage
 from graphpasses.ops.reduce_scatter_v import REDUCE_SCATTER_V
 from graphpasses.parity.launch import run_ranks
