@@ -56,6 +56,7 @@ def test_nodes_have_the_lines_that_torch_gives_them() -> None:
     assert None in expected  # as those of calls outside of forward
 
 
+@pytest.mark.slow
 def test_a_trace_does_not_meet_the_numbers_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     compare = SymNode.eq
     compared: queue.SimpleQueue[bool] = queue.SimpleQueue()  # which a step's code may change unseen
