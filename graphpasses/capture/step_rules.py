@@ -168,6 +168,6 @@ RULES: tuple[StepRule, ...] = (
     _branches,
     _shared_memory,
     _sparse_gradients,
-    lambda step, trace: trace.reads.drawn or find_random_fault(step, trace.seeds),
+    lambda step, trace: f"loss_fn {drawn}" if (drawn := trace.reads.drawn) else find_random_fault(step, trace.seeds),
     _outside_tensors,
 )

@@ -88,7 +88,7 @@ def trace_update(step: CapturedStep, source: UpdateSource) -> Update:
                 numbers = TracedNumbers(kept.numbers(optimizers), fused)
                 module, inputs, left = _trace(source, kept, numbers, reads)
             if reads.drawn:
-                raise CaptureError(reads.drawn)
+                raise CaptureError(f"{optimizers.name}.step() {reads.drawn}")
             replaced = tuple(
                 (str(fqn), name) for (fqn, name), value in left.items() if isinstance(value, torch.Tensor)
             )

@@ -222,7 +222,7 @@ class Outside:
         self._generators.append((name, generator, copy.deepcopy(generator)))
 
     def drawn(self) -> str | None:
-        """Says why a step is refused that drew from a generator of random numbers, and puts its state back."""
+        """Says what is refused of code that drew from a generator of random numbers, and puts its state back."""
         for name, generator, before in self._generators:
             if keys.random_state(generator) != keys.random_state(before):
                 if (bits := getattr(generator, "bit_generator", None)) is not None:
@@ -230,8 +230,8 @@ class Outside:
                 else:
                     generator.__setstate__(before.__getstate__())
                 return (
-                    f"loss_fn draws random numbers of {name}, and a captured step would repeat those of its capture. "
-                    "Draw them with torch, or outside, and give them in the batch"
+                    f"draws random numbers of {name}, and a captured step would repeat those of its capture. Draw "
+                    "them with torch, or outside, and give them in the batch"
                 )
         return None
 

@@ -55,7 +55,7 @@ class Reads:
         self._codes: dict[int, tuple[CodeType, bool]] = {}  # that ran, and whether they are the user's
         self._nested: set[int] = set()  # the ids of code in these
         self._is_looking = False  # what is read meanwhile the user does not read
-        self.drawn: str | None = None  # why the code is refused that drew random numbers of others than torch
+        self.drawn: str | None = None  # what is refused of code that drew random numbers of others than torch
         self.must_stay = True  # whether what is outside must be as it was once it was watched
         self._stack = ExitStack()
         for path, module in walk_modules(model):

@@ -136,7 +136,7 @@ class Drawing(SGD):
 @pytest.mark.parametrize("check", [True, False])
 def test_refuses_an_optimizer_that_draws_from_python(check: bool) -> None:
     model = build()
-    with pytest.raises(CaptureError, match=r" draws random numbers of Python's random, "):
+    with pytest.raises(CaptureError, match=r"^Drawing.step\(\) draws random numbers of Python's random, "):
         capture(model, Drawing(model.parameters()), check=check)
 
 

@@ -119,7 +119,7 @@ class StageWatch:
                     "would not. Keep it in a buffer that forward writes in place, or set it outside of forward"
                 )
         if reads.drawn:
-            raise CaptureError(reads.drawn)
+            raise CaptureError(f"loss_fn {reads.drawn}")
         self.snapshot = Snapshot.of(self._module, reads.attributes, reads.names)
 
     def check(self, module: nn.Module) -> None:
