@@ -166,7 +166,7 @@ def _run_by_eager(builder: Any, function: Any) -> Any:
     """Breaks the graph at a call of a function of `torch.jit.script`, whose executor rounds as Python does not."""
     builder.install_guards(GuardBuilder.TYPE_MATCH)
     why = f"{function.name} was made by torch.jit.script, whose executor rounds otherwise than its Python"
-    disabled = torch.compiler.disable(lambda: None, reason=why)  # type: ignore[no-untyped-call]
+    disabled = torch.compiler.disable(lambda: None, reason=why)  # type: ignore[no-untyped-call]  # torch has no types
     return SkipFunctionVariable(disabled, source=builder.source)
 
 

@@ -96,6 +96,10 @@ def _sparse_gradients(step: CapturedStep, _: Trace) -> str | None:
     return None
 
 
+def _random_fault(step: CapturedStep, trace: Trace) -> str | None:
+    return f"loss_fn {trace.reads.drawn}" if trace.reads.drawn else find_random_fault(step, trace.seeds)
+
+
 def find_written_groups(step: CapturedStep, memory: Mapping[str, tuple[int, set[Any]]]) -> dict[int, str]:
     """Returns by index each FSDP2 group of which a step writes a parameter, or its shard, and its FQN.
 
@@ -168,6 +172,6 @@ RULES: tuple[StepRule, ...] = (
     _branches,
     _shared_memory,
     _sparse_gradients,
-    lambda step, trace: f"loss_fn {drawn}" if (drawn := trace.reads.drawn) else find_random_fault(step, trace.seeds),
+    _random_fault,
     _outside_tensors,
 )

@@ -61,12 +61,10 @@ class Trace:
     result: TracedFunction = field(init=False)  # the graph, and what its inputs and outputs are
     guards: Guards | None = field(init=False)  # the values by which ``loss_fn`` decided
     calls: list[Operator] = field(init=False)  # the operators that were called, in order, if they were recorded
-    left: list[GraphOutput] = field(
-        init=False
-    )  # what it leaves in buffers, attributes and tensors' ``data``: outputs before the marks
-    marks: Marks = field(
-        init=False
-    )  # where FSDP2 may keep gradients unreduced: the last outputs of the traced function
+    # What it leaves in buffers, attributes and tensors' ``data``: outputs before the marks.
+    left: list[GraphOutput] = field(init=False)
+    # Where FSDP2 may keep gradients unreduced: the last outputs of the traced function.
+    marks: Marks = field(init=False)
     taken: Sequence[tuple[Any, ...]] = field(init=False)  # by which keys what ``loss_fn`` takes out is reached
     unsharded: Collection[int] = field(init=False)  # indexes of the FSDP2 groups that no backward frees
     # Of parameters that FSDP2 gathers, and their groups, by FQN.

@@ -157,8 +157,10 @@ class _Watched(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
-        if n.op == "call_function" and not self.is_noted and (others := [*_other_strides(result, n.meta.get("val"))]):
-            self.is_noted, (real, traced) = True, others[0]
+        if n.op != "call_function" or self.is_noted:
+            return result
+        if (other := next(iter(_other_strides(result, n.meta.get("val"))), None)) is not None:
+            self.is_noted, (real, traced) = True, other
             self._note(
                 f"{named_call(n)} gives strides {real}, and torch traced it with {traced}: what follows may "
                 "round otherwise than in eager. Compare some steps with eager's, or make its operands contiguous"

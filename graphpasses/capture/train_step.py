@@ -174,8 +174,7 @@ def _capture(
         refuse_model(model)
         structure = replace(BatchStructure.of(batch, TORCHREC), numbers=numbers)
         leaves = structure.inputs(structure.leaves(batch))
-        structure = replace(structure, shared=structure.shared_in(batch))
-        structure = replace(structure, same=same_tensors(leaves))
+        structure = replace(structure, shared=structure.shared_in(batch), same=same_tensors(leaves))
         for path, leaf in zip(structure.paths, leaves, strict=True):
             check_leaf(path, leaf)
         consensus = RankConsensus.of_model(model)

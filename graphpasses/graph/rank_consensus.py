@@ -198,9 +198,11 @@ class RankConsensus:
 
     def check_all_compare(self) -> None:
         """Raises on a rank that compares its step with eager where others do not: both would wait for ever."""
+        if not self.groups:
+            return
         alone = AgreementError(
-            f"step.check was called on rank {dist.get_rank() if self.groups else 0}, and not on all: the step and "
-            "eager communicate. Call it on all ranks, also where one alone prints what it says"
+            f"step.check was called on rank {dist.get_rank()}, and not on all: the step and eager communicate. Call "
+            "it on all ranks, also where one alone prints what it says"
         )
         if not self.all_come(alone, "check after call", _LONG_PATIENCE):
             raise alone

@@ -282,11 +282,7 @@ def _names(group: Mapping[str, Any], index: int, names: Mapping[torch.Tensor, st
 
 def _facts(state: Mapping[str, object]) -> dict[str, object]:
     return {
-        name: TensorFacts.of(value)
-        if isinstance(value, torch.Tensor)
-        else f"a number, {type(value).__name__}"
-        if is_number(value)
-        else repr(value)
+        name: TensorFacts.of(value) if isinstance(value, torch.Tensor) else _kind_in_state(value)
         for name, value in state.items()
     }
 
@@ -294,6 +290,10 @@ def _facts(state: Mapping[str, object]) -> dict[str, object]:
 def is_number(value: object) -> bool:
     """Whether an update can read a value as a number when it runs: a float, or an int; not a bool, or an enum's."""
     return isinstance(value, float) or type(value) is int
+
+
+def _kind_in_state(value: object) -> str:
+    return f"a number, {type(value).__name__}" if is_number(value) else repr(value)
 
 
 def _names_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, None]:
