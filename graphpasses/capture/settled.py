@@ -10,7 +10,8 @@ from torch import fx, nn
 from graphpasses._torch.step_tracer import TracedFunction
 from graphpasses.errors import CaptureError
 from graphpasses.identity import same_bits
-from graphpasses.state.carried import CarriedError, Place, changing, followed, is_nothing, is_number
+from graphpasses.state.carried import CarriedError, Place, is_nothing, is_number
+from graphpasses.state.changes import changing, followed
 from graphpasses.state.keys import MISSING, Key
 from graphpasses.state.left_tensors import Left
 from graphpasses.state.patterns import OldValueError

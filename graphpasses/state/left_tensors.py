@@ -20,7 +20,8 @@ from graphpasses._torch.schemas import is_tensor_subclass
 from graphpasses._torch.storage import memories
 from graphpasses.errors import CaptureError
 from graphpasses.identity import attributes_restored, find_state, put_back
-from graphpasses.state.carried import CarriedError, Found, Place, changing, is_number, places_in
+from graphpasses.state.carried import CarriedError, Place, is_number, places_in
+from graphpasses.state.changes import Found, changing
 from graphpasses.state.keys import CONTAINERS, MISSING, key_of
 from graphpasses.state.model import is_trained
 from graphpasses.state.patterns import COMPUTED, Known, filled, misfit, pattern_of, stand_ins, walk, was_read

@@ -20,7 +20,8 @@ from graphpasses._torch.module_hooks import global_hook_ids
 from graphpasses._torch.surroundings import function_modes, keeps_parametrized, saved_tensor_hooks
 from graphpasses.errors import CaptureError
 from graphpasses.identity import named_state
-from graphpasses.state.carried import Place, changed_values
+from graphpasses.state.carried import Place
+from graphpasses.state.changes import changed_values
 from graphpasses.state.keys import TensorFacts
 from graphpasses.state.model import ModelStructure
 from graphpasses.state.slots import AGAIN, Asked, Owner
