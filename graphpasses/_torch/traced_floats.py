@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import builtins
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +14,7 @@ from unittest import mock
 
 import sympy  # type: ignore[import-untyped]
 import torch
-from torch import fx
+from torch import fx, overrides
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import run_node
 from torch.fx.experimental import proxy_tensor
@@ -95,11 +97,31 @@ def symbols_behind(
     return found
 
 
+def _chosen(choose: Callable[..., Any], of_torch: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """Wraps ``max`` or ``min``: of floats that are traced the choice is traced, too."""
+
+    def of_two(one: Any, other: Any) -> Any:
+        if overrides.has_torch_function((one, other)):
+            return overrides.handle_torch_function(of_two, (one, other), one, other)
+        if proxy_tensor.get_proxy_mode() is None:
+            return of_torch(one, other)
+        # By itself, torch puts the symbol first; beside nan, and of two zeros, Python takes the first.
+        return proxy_tensor.handle_sym_dispatch(of_torch, (one, other), {})
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        is_traced = any(isinstance(each, torch.SymFloat) for each in args)
+        if kwargs or not is_traced or any(isinstance(each, torch.Tensor) for each in args):
+            return choose(*args, **kwargs)
+        return functools.reduce(of_two, args)
+
+    return run
+
+
 @contextmanager
 def floats_stay_open() -> Iterator[None]:
     """Lets DTensor's caches ask a float that is traced for truth and hash, and decide nothing by that.
 
-    Powers of it are Python's, whose base may be negative: torch would ask, for each, sympy.
+    Nor do ``max`` and ``min`` of it. Its powers are Python's, whose base may be negative: torch would ask sympy.
     """
 
     def truth(number: torch.SymFloat) -> bool:
@@ -115,5 +137,7 @@ def floats_stay_open() -> Iterator[None]:
         patch(floats, "__hash__", refuse),
         patch(floats, "__pow__", floats.__float_pow__),
         patch(floats, "__rpow__", floats.__rfloat_pow__),
+        patch(builtins, "max", _chosen(max, torch.sym_max)),
+        patch(builtins, "min", _chosen(min, torch.sym_min)),
     ):
         yield

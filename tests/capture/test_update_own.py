@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from graphpasses import Pipeline, capture_train_step
 from graphpasses.errors import CaptureError, FidelityError
@@ -67,6 +68,41 @@ def test_counts_are_followed(name: str) -> None:
     equal, step = train(make)
     assert all(equal)
     assert len(step.captures) == num_captures
+
+
+class Trusting(Optimizer):
+    """Chooses rates by what gradients hold, as LARS does; also between a number and nan, in both orders."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                norm = parameter.grad.norm().item()
+                nan = (parameter.grad * math.nan).norm().item()
+                trust = min(group["lr"] / norm, max(0.1, norm), 0.3)
+                chosen = (max(trust, nan), min(nan, trust), max(nan, trust), min(trust, nan))[index % 4]
+                parameter.data.add_(parameter.grad, alpha=-chosen)
+
+
+def test_max_and_min_choose_as_in_eager() -> None:
+    models = build(), build()
+    optimizers = [Trusting(model.parameters(), {"lr": 0.1}) for model in models]
+    step = capture(models[1], optimizers[1])
+    eagerly(models[0], optimizers[0], X, None)
+    step(X)
+    assert equal_weights(*models)
+    assert [bool(each.isnan().all()) for each in models[1].parameters()] == [False, True, True, False, False, True]
+
+
+def test_adafactor_is_followed() -> None:
+    models = build(), build()
+    optimizers = [Adafactor(model.parameters()) for model in models]
+    step = capture(models[1], optimizers[1])
+    for _ in range(NUM_STEPS):
+        eagerly(models[0], optimizers[0], X, None)
+        assert not equal_weights(*models)
+        step(X)
+        assert equal_weights(*models)
+    assert len(step.captures) == 1
 
 
 def test_another_count_shows() -> None:
