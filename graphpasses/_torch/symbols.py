@@ -23,7 +23,7 @@ from torch.utils._pytree import SequenceKey, key_get, tree_map
 
 from graphpasses._torch import pytree
 from graphpasses._torch.conditions import as_number
-from graphpasses._torch.traced_floats import comparisons_told, symbols_behind
+from graphpasses._torch.traced_floats import comparisons_told, functions_traced, symbols_behind
 
 
 def expression(size: int | torch.SymInt) -> Any:
@@ -315,6 +315,7 @@ def decided_by_values(
         patch(torch.Tensor, "__setitem__", set_item),
         sizes_decided_by(shape_env, decided),
         comparisons_told(tell),
+        functions_traced(),
     ):
         yield traced
 

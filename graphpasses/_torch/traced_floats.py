@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import functools
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,7 +19,9 @@ from torch import fx, overrides
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import run_node
 from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.sym_node import SymNode
 from torch.types import py_sym_types
+from torch.utils._sympy import functions
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from graphpasses._torch.patching import Patch, PatchSet
@@ -97,32 +100,88 @@ def symbols_behind(
     return found
 
 
-def _chosen(choose: Callable[..., Any], of_torch: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """Wraps ``max`` or ``min``: of floats that are traced the choice is traced, too."""
+@contextmanager
+def functions_traced() -> Iterator[None]:
+    """Lets ``max``, ``min``, powers and functions of ``math`` of numbers of tensors decide nothing: they are traced.
 
-    def of_two(one: Any, other: Any) -> Any:
-        if overrides.has_torch_function((one, other)):
-            return overrides.handle_torch_function(of_two, (one, other), one, other)
-        if proxy_tensor.get_proxy_mode() is None:
-            return of_torch(one, other)
-        # By itself, torch puts the symbol first; beside nan, and of two zeros, Python takes the first.
-        return proxy_tensor.handle_sym_dispatch(of_torch, (one, other), {})
+    Powers are Python's, whose base may be negative: torch would ask, for each, sympy.
+    """
+    patch: Any = mock.patch.object
+    floats = torch.SymFloat
+    with (
+        ExitStack() as patches,
+        patch(floats, "__pow__", floats.__float_pow__),
+        patch(floats, "__rpow__", floats.__rfloat_pow__),
+    ):
+        for choose, of_torch in ((max, torch.sym_max), (min, torch.sym_min)):
+            patches.enter_context(patch(builtins, choose.__name__, _choosing(choose, of_torch)))
+        for name, function in _OF_ONE.items():
+            patches.enter_context(patch(math, name, function))
+        yield
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        is_traced = any(isinstance(each, torch.SymFloat) for each in args)
-        if kwargs or not is_traced or any(isinstance(each, torch.Tensor) for each in args):
-            return choose(*args, **kwargs)
-        return functools.reduce(of_two, args)
+
+def _traced(function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function in the trace: its node has the arguments in this order, and calls this function."""
+    is_traced = proxy_tensor.get_proxy_mode() is not None
+    return proxy_tensor.handle_sym_dispatch(function, args, {}) if is_traced else function(*args)
+
+
+def _of_one(function: Callable[..., Any]) -> Callable[..., Any]:
+    kind = getattr(functions, f"OpaqueUnaryFn_{function.__name__}")
+
+    def traced(number: Any) -> Any:
+        if not isinstance(number, py_sym_types):
+            return function(number)
+        node = number.node
+        return torch.SymFloat(SymNode(kind(node.expr), node.shape_env, float, None))  # type: ignore[no-untyped-call]
+
+    def run(*args: Any) -> Any:
+        return _traced(traced, *args) if len(args) == 1 and _is_read(args[0]) else function(*args)
+
+    for each in (traced, run):  # what a graph, and a message, names it by
+        each.__module__, each.__name__ = function.__module__, function.__name__
 
     return run
 
 
+# Those of one number of which torch knows what a condition on their result says.
+_OF_ONE = {
+    each.__name__: _of_one(each)
+    for each in (
+        *(math.acos, math.asin, math.asinh, math.atan, math.cos, math.cosh, math.exp),
+        *(math.log, math.log2, math.sin, math.sinh, math.sqrt, math.tan, math.tanh),
+    )
+}
+
+
+def _choosing(choose: Callable[..., Any], of_torch: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    def of_two(one: Any, other: Any) -> Any:
+        if overrides.has_torch_function((one, other)):
+            return overrides.handle_torch_function(of_two, (one, other), one, other)
+        return _traced(of_torch, one, other)  # torch itself puts the symbol first; beside nan Python takes the first
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or not args:
+            return choose(*args, **kwargs)
+        each = args if len(args) > 1 else tuple(args[0])
+        is_read = any(map(_is_read, each)) and not any(isinstance(value, torch.Tensor) for value in each)
+        return functools.reduce(of_two, each) if is_read else choose(each)
+
+    return run
+
+
+def _is_read(value: Any) -> bool:
+    """Whether a value is a number of a tensor, or follows from one; not from a size that only running tells."""
+    if not isinstance(value, (torch.SymFloat, torch.SymInt)):
+        return False
+    symbols, sizes = value.node.expr.free_symbols, value.node.shape_env.size_like
+    kinds = SymT.UNBACKED_FLOAT, SymT.UNBACKED_INT
+    return bool(symbols) and all(symbol_is_type(each, kinds) and each not in sizes for each in symbols)
+
+
 @contextmanager
 def floats_stay_open() -> Iterator[None]:
-    """Lets DTensor's caches ask a float that is traced for truth and hash, and decide nothing by that.
-
-    Nor do ``max`` and ``min`` of it. Its powers are Python's, whose base may be negative: torch would ask sympy.
-    """
+    """Lets DTensor's caches ask a float that is traced for truth and hash, and decide nothing by that."""
 
     def truth(number: torch.SymFloat) -> bool:
         return bool(number != 0.0)
@@ -131,13 +190,5 @@ def floats_stay_open() -> Iterator[None]:
         raise TypeError("a float that is traced has no hash")
 
     patch: Any = mock.patch.object
-    floats = torch.SymFloat
-    with (
-        patch(floats, "__bool__", truth),
-        patch(floats, "__hash__", refuse),
-        patch(floats, "__pow__", floats.__float_pow__),
-        patch(floats, "__rpow__", floats.__rfloat_pow__),
-        patch(builtins, "max", _chosen(max, torch.sym_max)),
-        patch(builtins, "min", _chosen(min, torch.sym_min)),
-    ):
+    with patch(torch.SymFloat, "__bool__", truth), patch(torch.SymFloat, "__hash__", refuse):
         yield

@@ -105,8 +105,9 @@ class TracedNumbers:
             return run
 
         with ExitStack() as stack:
-            for name in _MATH:
-                stack.enter_context(mock.patch.object(math, name, with_numbers(getattr(math, name))))
+            for name, function in [*vars(math).items()]:
+                if callable(function) and not name.startswith("_"):
+                    stack.enter_context(mock.patch.object(math, name, with_numbers(function)))
             yield
 
     def computed(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -187,13 +188,8 @@ class TracedNumbers:
                     }
 
 
-_MATH = ("sqrt", "pow", "fabs", "isfinite", "isnan", "isinf", "isclose")
 # What computes the same of numbers that are traced.
-_OF_TORCH: dict[Callable[..., Any], Callable[..., Any]] = {
-    math.sqrt: torch.sym_sqrt,
-    math.pow: operator.pow,
-    math.fabs: abs,
-}
+_OF_TORCH: dict[Callable[..., Any], Callable[..., Any]] = {math.pow: operator.pow, math.fabs: abs}
 
 
 _COMPARED = operator.eq, operator.ne

@@ -14,7 +14,7 @@ from graphpasses._torch.dtensor import as_dtensor, local_part
 from graphpasses._torch.fake_mode import new_fake_mode
 from graphpasses._torch.optimizers import attributes_of, copied, shadow_of
 from graphpasses._torch.storage import memories
-from graphpasses._torch.traced_floats import floats_stay_open
+from graphpasses._torch.traced_floats import functions_traced
 from graphpasses.capture.update_numbers import TracedNumber
 from graphpasses.errors import CaptureError
 from graphpasses.graph.update import clip_gradients
@@ -154,7 +154,7 @@ class UpdateSource:
 
         parameters = {fqn: fake(parameter.detach()) for fqn, parameter in self.parameters.items()}
         # A compiled function would run its kernels on fake memory.
-        with mode, torch.compiler.set_stance("force_eager"), floats_stay_open():
+        with mode, torch.compiler.set_stance("force_eager"), functions_traced():
             gradients = {fqn: torch.empty_like(each) for fqn, each in parameters.items()}
             numbers = {number: fake(value) for number, value in live.numbers(self.optimizers).items()}
             made, _ = self.step(parameters, gradients, live, numbers, is_first=True)

@@ -74,7 +74,8 @@ class Counting(Optimizer):
 
 
 def rooted(group: dict[str, Any], count: int) -> float:
-    return float_free(group["lr"] * math.sqrt(1 - 0.99**count)) / (1 - group["beta"] ** count)
+    warm = math.sqrt(1 - 0.99**count) * (1 - math.exp(-count))
+    return float_free(group["lr"] * warm) / (1 - group["beta"] ** count)
 
 
 def float_free(value: float) -> float:

@@ -1,0 +1,138 @@
+"""``max``, ``min``, powers and functions of ``math`` of numbers that tensors hold, or that change, are in the step."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+from graphpasses import BucketPlan, capture_train_step, default_pipeline
+from graphpasses.identity import same_bits
+from graphpasses.simulate import Topology, run_cluster
+
+NUM_STEPS = 12  # more than are captured for decisions
+
+
+class Annealed(nn.Linear):
+    """Counts its steps."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.num_steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_steps += 1
+        return super().forward(x) * (1 - math.exp(-0.3 * self.num_steps))
+
+
+def built() -> Annealed:
+    torch.manual_seed(0)
+    return Annealed()
+
+
+def batch(index: int) -> tuple[Tensor, int]:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(index)), index
+
+
+def ramped(model: nn.Module, x: Tensor, epoch: int) -> Tensor:
+    weight = math.exp(-5 * (1 - min(epoch / 10, 1.0)) ** 2)
+    return model(x).square().mean() * weight * 0.5 * (1 + math.cos(math.pi * epoch / 20))
+
+
+def violated(model: nn.Module, x: Tensor, epoch: int) -> Tensor:
+    found = (model(x) - 1).relu()
+    return found.sum() / max(1, (found > 0).sum().item(), min([epoch, 3]))
+
+
+def of_losses(model: nn.Module, x: Tensor, epoch: int) -> Tensor:
+    losses = model(x).square().sum(1)
+    return losses.sum() * math.log(1 + max(losses.tolist())) * math.tanh(losses[0].item())
+
+
+def cut(model: nn.Module, x: Tensor, epoch: int) -> Tensor:
+    losses = model(x).square().sum(1)
+    return losses[max(1, min(losses.argmax().item(), 3))] * losses.shape[0]
+
+
+def train(loss_fn: Callable[..., Any], *, is_captured: bool, shift: int = 0) -> tuple[list[Tensor], int]:
+    model, run, found = built(), loss_fn, list[Tensor]()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if is_captured:
+        step = capture_train_step(loss_fn, model, *batch(0))
+        run = lambda _, *given: step(*given)  # noqa: E731
+    for index in range(NUM_STEPS):
+        x, epoch = batch(index)
+        loss = run(model, x, epoch + shift)
+        if not is_captured:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.detach(), *copy.deepcopy([*model.parameters()])]
+    return found, len(step.captures) if is_captured else 0
+
+
+@pytest.mark.parametrize("loss_fn", [ramped, violated, of_losses, cut])
+def test_equals_eager(loss_fn: Callable[..., Any]) -> None:
+    eager, _ = train(loss_fn, is_captured=False)
+    ours, num = train(loss_fn, is_captured=True)
+    assert all(map(same_bits, ours, eager))
+    assert num == 2  # with the epoch of the first batch, and with any
+
+
+def test_another_number_shows() -> None:
+    eager, _ = train(ramped, is_captured=False)
+    assert not any(map(same_bits, train(ramped, is_captured=True, shift=1)[0][::3], eager[::3]))
+
+
+def test_passes_are_proved() -> None:
+    step = capture_train_step(of_losses, built(), *batch(0))
+    report = default_pipeline(BucketPlan.from_modules([])).run(step, prove=True).report
+    assert report is not None
+
+
+def test_python_chooses_beside_nan() -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+        loss = model(x).square().mean()
+        nan, one = (loss * math.nan).item(), loss.item()
+        chosen = max(nan, one), max(one, nan), min(nan, one), min(one, nan), max([0.0, nan, one])
+        return loss, *(loss.detach() * each for each in chosen)
+
+    step = capture_train_step(loss_fn, nn.Linear(4, 4), torch.ones(2, 4))
+    _, *chosen = step(torch.ones(2, 4))
+    assert [bool(each.isnan()) for each in chosen] == [True, False, True, False, False]
+
+
+def test_all_ranks_counts() -> None:
+    def loss_fn(model: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
+        num_rows = mask.sum()
+        dist.all_reduce(num_rows)
+        return (model(x).square().sum(1) * mask).sum() / max(num_rows.item(), 1)
+
+    def both() -> list[bool]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        models = [model, copy.deepcopy(model)]
+        for each in models:
+            fully_shard(each)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        x, mask = torch.randn(6, 4, generator=generator), torch.rand(6, generator=generator) > 0.5
+        step = capture_train_step(loss_fn, models[1], x, mask)
+        equal = []
+        for given in (mask, ~mask, mask & False):
+            loss = loss_fn(models[0], x, given)
+            loss.backward()
+            equal.append(same_bits(step(x, given), loss.detach()))
+            gradients = [[each.grad.to_local() for each in model.parameters()] for model in models]
+            equal += map(same_bits, *gradients)
+            for model in models:
+                model.zero_grad()
+        return [*equal, len(step.captures) == 1]
+
+    assert all(map(all, run_cluster(both, Topology(2, gpus_per_node=2))))
