@@ -164,6 +164,11 @@ def one_hot(calls: Sequence[Operator]) -> tuple[Any, int] | None:
     return None
 
 
+def is_traced_number(calls: Sequence[Operator]) -> bool:
+    """Whether the last call makes a tensor of a number that is traced."""
+    return bool(calls) and calls[-1].operator == "aten.full.default" and calls[-1].inputs[:2] == ((), None)
+
+
 def arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """Returns the arguments of a call, groups as their ranks: of two equal meshes DTensor may take either's group."""
     if getattr(func, "namespace", "") not in FUNCTIONAL:

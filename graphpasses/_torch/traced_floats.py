@@ -115,7 +115,7 @@ def functions_traced() -> Iterator[None]:
     ):
         for choose, of_torch in ((max, torch.sym_max), (min, torch.sym_min)):
             patches.enter_context(patch(builtins, choose.__name__, _choosing(choose, of_torch)))
-        for name, function in _OF_ONE.items():
+        for name, function in (*_OF_ONE.items(), ("pow", _pow)):
             patches.enter_context(patch(math, name, function))
         yield
 
@@ -136,12 +136,20 @@ def _of_one(function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.SymFloat(SymNode(kind(node.expr), node.shape_env, float, None))  # type: ignore[no-untyped-call]
 
     def run(*args: Any) -> Any:
-        return _traced(traced, *args) if len(args) == 1 and _is_read(args[0]) else function(*args)
+        if not any(map(_is_read, args)):
+            return function(*args)
+        if function.__name__ == "log" and len(args) == 2:  # as Python has it
+            return run(args[0]) / run(args[1])
+        return _traced(traced, *args) if len(args) == 1 else function(*args)
 
     for each in (traced, run):  # what a graph, and a message, names it by
         each.__module__, each.__name__ = function.__module__, function.__name__
 
     return run
+
+
+def _pow(base: Any, exponent: Any, function: Callable[..., Any] = math.pow) -> Any:
+    return (base * 1.0) ** (exponent * 1.0) if _is_read(base) or _is_read(exponent) else function(base, exponent)
 
 
 # Those of one number of which torch knows what a condition on their result says.

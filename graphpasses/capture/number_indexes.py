@@ -18,8 +18,8 @@ class IndexesTraced(TorchFunctionMode):
     """Lets the block select, and cut, by integers that a step computes, and by those of its batch.
 
     torch asks such an index for its value when a tensor is indexed by it, which is no decision: eager calls
-    ``aten.select`` and ``aten.slice``, and so does the block. ``is_fixed`` tells of a number whether it is the same
-    at each step.
+    ``aten.select`` and ``aten.slice``, and so does the block. Nor is it one to make a tensor of a number
+    (``torch.tensor(n / 10)``). ``is_fixed`` tells of a number whether it is the same at each step.
     """
 
     def __init__(self, is_fixed: Callable[[torch.SymInt], bool]) -> None:
@@ -36,6 +36,9 @@ class IndexesTraced(TorchFunctionMode):
                     return view
                 view[...] = args[2]
                 return None
+        number: Any = args[0] if args else None
+        if func in (torch.tensor, torch.as_tensor) and type(number) in (torch.SymFloat, torch.SymInt):
+            return torch.ops.aten.lift_fresh.default(torch.full((), number, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
 
     def _selected(self, tensor: torch.Tensor, index: tuple[Any, ...]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""``max``, ``min``, powers and functions of ``math`` of numbers that tensors hold, or that change, are in the step."""
+"""``max``, ``min``, powers and functions of ``math`` of numbers that tensors hold, or that change, are in a step."""
 
 from __future__ import annotations
 
@@ -56,6 +56,11 @@ def of_losses(model: nn.Module, x: Tensor, epoch: int) -> Tensor:
     return losses.sum() * math.log(1 + max(losses.tolist())) * math.tanh(losses[0].item())
 
 
+def made(model: nn.Module, x: Tensor, epoch: int) -> Tensor:
+    weight = torch.tensor(epoch / 10).sigmoid() + torch.as_tensor(epoch, dtype=torch.float64).neg().exp().float()
+    return model(x).square().mean() * weight * math.pow(0.99, epoch) * math.log(2 + epoch, 10)
+
+
 def cut(model: nn.Module, x: Tensor, epoch: int) -> Tensor:
     losses = model(x).square().sum(1)
     return losses[max(1, min(losses.argmax().item(), 3))] * losses.shape[0]
@@ -78,7 +83,7 @@ def train(loss_fn: Callable[..., Any], *, is_captured: bool, shift: int = 0) -> 
     return found, len(step.captures) if is_captured else 0
 
 
-@pytest.mark.parametrize("loss_fn", [ramped, violated, of_losses, cut])
+@pytest.mark.parametrize("loss_fn", [ramped, violated, of_losses, made, cut])
 def test_equals_eager(loss_fn: Callable[..., Any]) -> None:
     eager, _ = train(loss_fn, is_captured=False)
     ours, num = train(loss_fn, is_captured=True)
