@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -70,17 +72,44 @@ def collectives_with_waits() -> Iterator[None]:
     looks for a collective by its name again: the user's code may have imported it under one of its own. One
     that sends objects raises :data:`OBJECTS`.
     """
-    with ExitStack() as stack:
-        stack.enter_context(BaseTorchFunctionMode())
-        # What each collective of objects asks first, by whatever name it is called.
-        stack.enter_context(mock.patch.object(distributed_c10d, "_get_object_coll_device", _refuse_objects))
-        for name, traced in _FUNCTIONAL.items():
-            if not hasattr(dist, name):
-                continue
-            replaced = _replaced(getattr(dist, name), traced)
-            for module in (dist, distributed_c10d):
-                stack.enter_context(mock.patch.object(module, name, replaced))
+    with BaseTorchFunctionMode(), _replacements:
         yield
+
+
+class _Replacements:
+    """Replaces the collectives while at least one thread is in the block.
+
+    Ranks that are threads wait for each other within: they leave in another order than they came.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._depth = 0
+        self._patches = ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._depth += 1
+            if self._depth == 1:
+                # What each collective of objects asks first, by whatever name it is called.
+                self._put(distributed_c10d, "_get_object_coll_device", _refuse_objects)
+                for name, traced in _FUNCTIONAL.items():
+                    if hasattr(dist, name):
+                        replaced = _replaced(getattr(dist, name), traced)
+                        for module in (dist, distributed_c10d):
+                            self._put(module, name, replaced)
+
+    def _put(self, module: ModuleType, name: str, replaced: Callable[..., Any]) -> None:
+        self._patches.enter_context(mock.patch.object(module, name, replaced))
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._depth -= 1
+            if self._depth == 0:
+                self._patches.close()
+
+
+_replacements = _Replacements()
 
 
 def _replaced(original: Callable[..., Any], traced: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,7 +32,8 @@ from graphpasses.capture.traced_lines import line_of, user_line
 from graphpasses.errors import CaptureError
 from graphpasses.graph import GraphInput, InputKind
 from graphpasses.graph.batch import Varying
-from graphpasses.graph.guards import NO_DECISION, Decision, Guards, Symbol, run_nodes
+from graphpasses.graph.guards import NO_DECISION, Decision, Guards, Symbol, draws_undone, run_nodes
+from graphpasses.graph.recapture import MAX_STEPS
 from graphpasses.identity import named_state
 from graphpasses.state.carried import BuiltInError
 
@@ -43,7 +44,7 @@ class Decisions:
     """The decisions that ``loss_fn`` takes by values of tensors, and by sizes that vary, while it is traced.
 
     A value may decide that follows from the batch, from buffers and from constants: it can be computed before each
-    step. So can some that follow from parameters; others, and what follows from random numbers or other ranks, are
+    step. So can some that follow from parameters, and random numbers; others, and what follows from other ranks, are
     refused. ``leaves`` are the batch's, each with its path; ``varying`` are its dims that vary, ``carried`` those of
     the paths at which each call finds something else.
     """
@@ -120,7 +121,7 @@ class Decisions:
             written = {node.name for node in self._slices.written(nodes)}
             given = {node: value for node, (_, value) in zip(self._slices.placeholders, self._inputs, strict=True)}
             given |= {node: like for node in nodes if (like := self._slices.stand_in(node)) is not None}
-            with outside_tracing(), torch.no_grad():
+            with outside_tracing(), torch.no_grad(), draws_undone():
                 *_, (node, result) = run_nodes(traced.root, traced.graph, nodes, given, written)
                 value = value_at(result, bound_symbols(node)[symbol])
             # Sympy has no nan, and one zero.
@@ -222,7 +223,20 @@ class Decisions:
                 f"and is {now} after it ran. A captured step reads and writes such a tensor as eager does only where "
                 "it is a buffer of the model: make it one (register_buffer), or update it after the step"
             )
+        self._refuse_ways(guards, [node for node in nodes if node in self._slices.drawn])
         return guards
+
+    def _refuse_ways(self, guards: Guards, drawn: Sequence[fx.Node]) -> None:
+        """Raises where random numbers decide in more ways than there may be captures."""
+        if not drawn:
+            return
+        with outside_tracing():
+            num_ways = guards.num_ways(dict(self._inputs).__getitem__, _NUM_DRAWS)
+        if num_ways > MAX_STEPS:
+            raise _undecided(
+                f"{guards.decisions[-1].where}, and that value depends on random numbers ({drawn[-1].target}), by "
+                f"which a step would be captured in {num_ways} ways or so, and {MAX_STEPS} are kept"
+            )
 
     def _refuse_carried(self, decisions: Iterable[Decision]) -> None:
         """Raises if an operator builds in a fraction that is another at each call."""
@@ -283,6 +297,7 @@ class Decisions:
 
 # Each has two answers: at most eight captures have them all.
 _MAX_BY_PARAMETERS = 3
+_NUM_DRAWS = 32
 
 
 def _undecided(where: str) -> CaptureError:

@@ -11,6 +11,7 @@ from torch import fx
 
 from graphpasses._torch import symbols as traced_symbols
 from graphpasses._torch.fake_mode import is_fake, outside_tracing
+from graphpasses._torch.schemas import draws, named_arguments
 from graphpasses._torch.storage import device_of
 from graphpasses._torch.symbols import bound_symbols, value_at
 from graphpasses.analysis.effects import Effects, operator_effects
@@ -51,6 +52,9 @@ class Slices:
         # Calls that cannot be computed, but whose sizes can. Of what is unknown of their arguments the shape counts:
         # any tensor of it stands in.
         self._sized: set[fx.Node] = set()
+        # Calls that draw what the next step will, each with the one before it; None behind one that cannot be known.
+        self.drawn: dict[fx.Node, fx.Node | None] = {}
+        self._draws_are_known = True
         self._stand_ins: dict[fx.Node, torch.Tensor] = {}
 
     def follow(self, graph: fx.Graph) -> None:
@@ -133,11 +137,26 @@ class Slices:
                 is_of_shapes = str(node.target) in _SHAPED_LIKE and other is node.args[0]
                 if not (is_of_shapes and self._give_stand_ins([other])):
                     reasons.append(why)
-        if effects.has_hidden_state:
+        if effects.has_hidden_state and not self._draw(node, is_known=not reasons):
             reasons.append(f"depends on random numbers ({node.target})")
         if effects.group is not None:
             reasons.append(f"depends on what other ranks send ({node.target})")
         return self._worst(reasons)
+
+    def _draw(self, node: fx.Node, *, is_known: bool) -> bool:
+        """Notes that a call draws, or has another hidden state; whether it can be computed before a step.
+
+        It can if it draws from torch's generator on the CPU, as all calls before it that do.
+        """
+        found = node.meta.get("val")
+        values = [each for each in (found if isinstance(found, tuple) else [found]) if isinstance(each, torch.Tensor)]
+        is_drawn = getattr(node.target, "namespace", "") == "aten" and draws(node) and values != []
+        if is_drawn and (named_arguments(node).get("generator") or any(device_of(v).type != "cpu" for v in values)):
+            return False  # of another generator
+        self._draws_are_known &= is_drawn and is_known
+        if self._draws_are_known:
+            self.drawn[node] = next(reversed(self.drawn), None)
+        return self._draws_are_known
 
     def refusal(self, symbol: Symbol) -> str | None:
         """Returns why the value of a symbol cannot be computed before a step; None if it can."""
@@ -168,7 +187,7 @@ class Slices:
         """Whether the values of symbols can be computed before a step, and may differ from step to step."""
         symbols = list(symbols)
         return all(self.refusal(symbol) is None for symbol in symbols) and any(
-            node.op == "placeholder" or (node.op == "get_attr" and not is_literal(node))
+            node.op == "placeholder" or node in self.drawn or (node.op == "get_attr" and not is_literal(node))
             for node in self.nodes(symbols)
         )
 
@@ -196,7 +215,12 @@ class Slices:
         readers = [*node.all_input_nodes, *([] if node in self._sized else [node])]
         memory = {key for other in readers if self.stand_in(other) is None for key in self._memory[other]}
         writers = (writer for key in memory for writer in self._writers.get(key, ()))
-        return [*node.all_input_nodes, *(writer for writer in writers if writer < node)]
+        before = self.drawn.get(node)
+        return [
+            *node.all_input_nodes,
+            *(writer for writer in writers if writer < node),
+            *([before] if before else []),
+        ]
 
     def written(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
         """Returns the placeholders and constants that nodes write in place."""

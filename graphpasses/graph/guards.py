@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
 import sympy  # type: ignore[import-untyped]
+import torch
 from torch import fx, nn
 
-from graphpasses._torch.conditions import as_function
+from graphpasses._torch.conditions import as_function, as_number
 from graphpasses._torch.symbols import value_at
 from graphpasses.graph.train_graph import GraphInput
 
@@ -70,6 +73,29 @@ class Guards:
 
     def first_changed(self, value_of: Callable[[GraphInput], Any]) -> tuple[Decision, str, str] | None:
         """Returns the first decision that falls otherwise, with the values then and now; None if there is none."""
+        with draws_undone():
+            for decision, values, holds in self._decided(value_of):
+                if not holds:
+                    symbols = sorted(decision.condition.free_symbols, key=str)
+                    before, now = (", ".join(str(v[s]) for s in symbols) for v in (self.captured, values))
+                    return decision, before, now
+        return None
+
+    def num_ways(self, value_of: Callable[[GraphInput], Any], num_draws: int) -> int:
+        """Says in about how many ways decisions fall by the random numbers that several steps would draw."""
+        ways: dict[Decision, set[object]] = {decision: {True} for decision in self.decisions}
+        with draws_undone():
+            for _ in range(num_draws):
+                for decision, values, holds in self._decided(value_of):
+                    numbers = {symbol: as_number(value) for symbol, value in values.items()}
+                    is_number = isinstance(decision.condition, (sympy.Eq, sympy.Ne))
+                    ways[decision].add(holds or (is_number and decision.condition.lhs.xreplace(numbers)))
+                    if not holds:
+                        break
+        return math.prod(map(len, ways.values()))
+
+    def _decided(self, value_of: Callable[[GraphInput], Any]) -> Iterator[tuple[Decision, dict[Symbol, Any], bool]]:
+        """Yields each decision, with the values that are known then, and whether it falls as it was captured."""
         values: dict[Symbol, Any] = {}
         pending = self._checks[::-1]
         graph = self.module.graph
@@ -81,11 +107,7 @@ class Guards:
                 values[symbol] = value_at(value, path)
             while pending and pending[-1][1] <= values.keys():
                 decision, _, holds = pending.pop()
-                if not holds(values):
-                    symbols = sorted(decision.condition.free_symbols, key=str)
-                    before, now = (", ".join(str(v[s]) for s in symbols) for v in (self.captured, values))
-                    return decision, before, now
-        return None
+                yield decision, values, holds(values)
 
     @cached_property
     def _checks(self) -> list[tuple[Decision, set[Symbol], Callable[[Mapping[Symbol, Any]], bool]]]:
@@ -94,6 +116,16 @@ class Guards:
     def _holds(self, condition: sympy.Basic) -> Callable[[Mapping[Symbol, Any]], bool]:
         symbols, is_true = tuple(condition.free_symbols), as_function(condition)
         return lambda values: all(values[symbol] == self.captured[symbol] for symbol in symbols) or is_true(values)
+
+
+@contextmanager
+def draws_undone() -> Iterator[None]:
+    """Lets what follows the block draw the random numbers that the block drew, from torch's generator on the CPU."""
+    state = torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)
 
 
 def run_nodes(

@@ -346,14 +346,6 @@ def test_decided_by_what_a_parameter_was_written_to() -> None:
     assert_refused(loss_fn, 3, "depends on parameter 'layer.bias'")
 
 
-@pytest.mark.parametrize("probability", [0.5, 1.0])
-def test_decided_by_a_random_number(probability: float) -> None:
-    def loss_fn(model: nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return model(x).sum() * (2 if torch.rand([]) < probability else 3)
-
-    assert_refused(loss_fn, 1, "depends on random numbers (aten.rand.default)")
-
-
 def test_decided_by_a_fake_batch() -> None:
     with FakeTensorMode() as mode:
         args = [mode.from_tensor(tensor) for tensor in batch(8)]
