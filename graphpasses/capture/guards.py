@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,10 +32,11 @@ from graphpasses.capture.traced_lines import line_of, user_line
 from graphpasses.errors import CaptureError
 from graphpasses.graph import GraphInput, InputKind
 from graphpasses.graph.batch import Varying
-from graphpasses.graph.guards import NO_DECISION, Decision, Guards, Symbol, draws_undone, run_nodes
+from graphpasses.graph.guards import NO_DECISION, Decision, Guards, Symbol, run_nodes
 from graphpasses.graph.recapture import MAX_STEPS
 from graphpasses.identity import named_state
-from graphpasses.state.carried import BuiltInError
+from graphpasses.state.carried import BuiltInError, as_tensor
+from graphpasses.state.draws import Draw, draw, draws_undone, torch_draws_undone
 
 aten = torch.ops.aten
 
@@ -46,14 +47,20 @@ class Decisions:
     A value may decide that follows from the batch, from buffers and from constants: it can be computed before each
     step. So can some that follow from parameters, and random numbers; others, and what follows from other ranks, are
     refused. ``leaves`` are the batch's, each with its path; ``varying`` are its dims that vary, ``carried`` those of
-    the paths at which each call finds something else.
+    the paths at which each call finds something else, and ``draws`` what brings numbers that are drawn.
     """
 
     def __init__(
-        self, model: nn.Module, leaves: Sequence[tuple[str, Any]], varying: Varying, carried: Sequence[str] = ()
+        self,
+        model: nn.Module,
+        leaves: Sequence[tuple[str, Any]],
+        varying: Varying,
+        carried: Sequence[str],
+        draws: Mapping[str, Draw],
     ) -> None:
         self.guards: Guards | None = None
         self._carried = carried
+        self._draws = draws
         self._varying = varying
         self._inputs = [*_state(model), *((GraphInput(InputKind.BATCH, path), leaf) for path, leaf in leaves)]
 
@@ -121,7 +128,7 @@ class Decisions:
             written = {node.name for node in self._slices.written(nodes)}
             given = {node: value for node, (_, value) in zip(self._slices.placeholders, self._inputs, strict=True)}
             given |= {node: like for node in nodes if (like := self._slices.stand_in(node)) is not None}
-            with outside_tracing(), torch.no_grad(), draws_undone():
+            with outside_tracing(), torch.no_grad(), torch_draws_undone():
                 *_, (node, result) = run_nodes(traced.root, traced.graph, nodes, given, written)
                 value = value_at(result, bound_symbols(node)[symbol])
             # Sympy has no nan, and one zero.
@@ -223,18 +230,24 @@ class Decisions:
                 f"and is {now} after it ran. A captured step reads and writes such a tensor as eager does only where "
                 "it is a buffer of the model: make it one (register_buffer), or update it after the step"
             )
-        self._refuse_ways(guards, [node for node in nodes if node in self._slices.drawn])
+        drawn = [str(node.target) for node in nodes if node in self._slices.drawn]
+        self._refuse_ways(guards, [*drawn, *(item.fqn for item in guards.inputs if item.fqn in self._draws)])
         return guards
 
-    def _refuse_ways(self, guards: Guards, drawn: Sequence[fx.Node]) -> None:
+    def _refuse_ways(self, guards: Guards, drawn: Sequence[str]) -> None:
         """Raises where random numbers decide in more ways than there may be captures."""
         if not drawn:
             return
-        with outside_tracing():
-            num_ways = guards.num_ways(dict(self._inputs).__getitem__, _NUM_DRAWS)
+
+        def others() -> Callable[[GraphInput], Any]:
+            numbers = dict(zip(self._draws, map(as_tensor, draw([*self._draws.values()])), strict=True))
+            return {item: numbers.get(item.fqn, value) for item, value in self._inputs}.__getitem__
+
+        with outside_tracing(), draws_undone():
+            num_ways = guards.num_ways(others, _NUM_DRAWS)
         if num_ways > MAX_STEPS:
             raise _undecided(
-                f"{guards.decisions[-1].where}, and that value depends on random numbers ({drawn[-1].target}), by "
+                f"{guards.decisions[-1].where}, and that value depends on random numbers ({drawn[-1]}), by "
                 f"which a step would be captured in {num_ways} ways or so, and {MAX_STEPS} are kept"
             )
 

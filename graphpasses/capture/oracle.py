@@ -34,6 +34,7 @@ from graphpasses.graph.returned import Returned, loss_of
 from graphpasses.graph.several_models import first_model
 from graphpasses.identity import IdentityMap, named_state, same_bits
 from graphpasses.ops.random_state import read_states
+from graphpasses.state.draws import draw_states
 from graphpasses.state.keys import key_of
 from graphpasses.state.left_tensors import Assigned, LeftTensors, live_state_restored, tensors_kept
 from graphpasses.state.model import trained_state
@@ -206,7 +207,7 @@ def run_step(
             **left,
             **{f"data of {fqn!r}": tensor.detach() for fqn, (tensor, _) in assigned.changed().items()},
             **{name: _text_of(each) for name, each in (values | order).items()},
-            **{f"state of the random numbers ({device})": state for device, state in read_states().items()},
+            **{f"state of the random numbers ({of})": each for of, each in (read_states() | draw_states()).items()},
         }
 
 

@@ -44,6 +44,7 @@ from graphpasses.graph.returned import Returned, loss_of
 from graphpasses.graph.several_models import first_model
 from graphpasses.identity import IdentityMap, find_state, named_state
 from graphpasses.state.carried import Carried
+from graphpasses.state.draws import Draw, DrawnError, draws_traced
 from graphpasses.state.kept_tensors import caches_emptied_on_error
 from graphpasses.state.left_tensors import Left, LeftTensors, live_state_restored, tensors_kept
 from graphpasses.state.model import is_trained, structure_check, trained_state
@@ -56,6 +57,7 @@ class Trace:
     """What tracing a step brought; what a trace of it brings itself, of several, which are alike, is the last's."""
 
     reads: Reads  # what the user's code read from outside
+    draws: Sequence[Draw] = ()  # numbers that it draws from Python's and NumPy's generators
     seeds: list[str] = field(default_factory=list)  # the calls of ``loss_fn`` that seeded torch's generator
     held: set[str] = field(default_factory=set)  # FQNs of what the user's code also read by references of its own
     result: TracedFunction = field(init=False)  # the graph, and what its inputs and outputs are
@@ -105,7 +107,7 @@ def trace_step(
     paths, leaves = (*structure.paths, *carried.paths), [*leaves, *carried.read()]
     before, carried = carried.own(), carried.seen()
     changing = (*structure.numbers, *carried.paths)
-    decisions = Decisions(model, list(zip(paths, leaves, strict=True)), varying, changing)
+    decisions = Decisions(model, list(zip(paths, leaves, strict=True)), varying, changing, carried.drawn)
 
     def step(*args: Any) -> list[torch.Tensor | None]:
         args, numbers = args[: len(structure.paths)], [*args[len(structure.paths) :]]
@@ -146,9 +148,10 @@ def trace_step(
             refusals.texts_refused(),
             communication_traced(model, copies=copies) as reductions,
             held_traced(state, dict(named_state(model)), trace.held),
+            draws_traced(carried.draws, drawn := []) as trace.draws,
         ):
             reductions.filled = order
-            carried.write_traced(numbers)
+            drawn += carried.write_traced(numbers)
             given = [*structure.inputs(given, torch.Tensor.item)]
             reads.count(carried.places)
             left_tensors = LeftTensors(model)
@@ -252,6 +255,8 @@ def trace_step(
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
         carried.put_back(before)
         reads.look_again(carried.places)
+    if trace.draws and not carried.draws:
+        raise DrawnError(*trace.draws)
     trace.calls, trace.guards = records[0].calls, decisions.guards
     # The later trace goes on where the first ended.
     trace.left_values = replace(all_left[0], values=all_left[0].values | all_left[-1].values)

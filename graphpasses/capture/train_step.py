@@ -45,6 +45,7 @@ from graphpasses.graph.several_models import with_others
 from graphpasses.graph.unsharded import check_written_groups
 from graphpasses.progress import stage, stages_shown
 from graphpasses.state.carried import NONE_CARRIED, Carried, CarriedError
+from graphpasses.state.draws import DrawnError
 from graphpasses.state.kept_tensors import refuse_kept_tensors
 from graphpasses.state.keys import same_tensors
 from graphpasses.state.left_tensors import modes_of
@@ -201,6 +202,8 @@ def _capture(
                     return step
             except CarriedError as error:
                 return again(carried=carried.and_also(*error.args))
+            except DrawnError as error:
+                return again(carried=replace(carried, draws=error.args))
             refuse_kept_tensors(trace.result)
         # Read
         step = read_step(

@@ -193,6 +193,7 @@ class CapturedStep(TrainGraph):
         structure = step.snapshot.structure
         is_updatable = step.update is None or step.update.check(structure.named(tensors, step.parameters))
         self._unsharded.unshard(staying | step.left_unsharded)
+        step.carried.draw()
         returned = step.run_unchecked(tensors, leaves, pending, is_updatable=is_updatable)
         self.cut_steps.accumulators.clear(pending)
         self.grad_norm = step.grad_norm

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
 import sympy  # type: ignore[import-untyped]
-import torch
 from torch import fx, nn
 
 from graphpasses._torch.conditions import as_function, as_number
 from graphpasses._torch.symbols import value_at
 from graphpasses.graph.train_graph import GraphInput
+from graphpasses.state.draws import torch_draws_undone
 
 Symbol: TypeAlias = sympy.Symbol
 
@@ -23,8 +22,8 @@ NO_DECISION = (
     "What only cuts, splits, counts or is returned is no decision: write x.item() for int(x) and float(x), "
     "x[:n.item()] for x[:n], x.shape[0] for len(x), bincount(x, minlength=n)[:n] for bincount(x, minlength=n), and "
     "leave out a test that spares work where there are no rows. Nor is a check that raises: write "
-    "`if not torch.isfinite(x): raise ...` for math.isfinite(x.item()). Else compute with torch, as x.clamp(min=1) "
-    "for max(x.item(), 1) and x.exp() for math.exp(x.item()), or torch.where; or return x, and decide after the step"
+    "`if not torch.isfinite(x): raise ...` for math.isfinite(x.item()). Else compute with torch, as x.exp() for "
+    "np.exp(x.item()), or torch.where; or return x, and decide after the step"
 )
 """What to write instead of a decision."""
 BY_PARAMETERS = (
@@ -73,7 +72,7 @@ class Guards:
 
     def first_changed(self, value_of: Callable[[GraphInput], Any]) -> tuple[Decision, str, str] | None:
         """Returns the first decision that falls otherwise, with the values then and now; None if there is none."""
-        with draws_undone():
+        with torch_draws_undone():
             for decision, values, holds in self._decided(value_of):
                 if not holds:
                     symbols = sorted(decision.condition.free_symbols, key=str)
@@ -81,12 +80,15 @@ class Guards:
                     return decision, before, now
         return None
 
-    def num_ways(self, value_of: Callable[[GraphInput], Any], num_draws: int) -> int:
-        """Says in about how many ways decisions fall by the random numbers that several steps would draw."""
+    def num_ways(self, drawn: Callable[[], Callable[[GraphInput], Any]], num_draws: int) -> int:
+        """Says in about how many ways decisions fall by the random numbers that several steps would draw.
+
+        Of those that are inputs, ``drawn`` draws others, and returns what tells the values of all.
+        """
         ways: dict[Decision, set[object]] = {decision: {True} for decision in self.decisions}
-        with draws_undone():
+        with torch_draws_undone():
             for _ in range(num_draws):
-                for decision, values, holds in self._decided(value_of):
+                for decision, values, holds in self._decided(drawn()):
                     numbers = {symbol: as_number(value) for symbol, value in values.items()}
                     is_number = isinstance(decision.condition, (sympy.Eq, sympy.Ne))
                     ways[decision].add(holds or (is_number and decision.condition.lhs.xreplace(numbers)))
@@ -116,16 +118,6 @@ class Guards:
     def _holds(self, condition: sympy.Basic) -> Callable[[Mapping[Symbol, Any]], bool]:
         symbols, is_true = tuple(condition.free_symbols), as_function(condition)
         return lambda values: all(values[symbol] == self.captured[symbol] for symbol in symbols) or is_true(values)
-
-
-@contextmanager
-def draws_undone() -> Iterator[None]:
-    """Lets what follows the block draw the random numbers that the block drew, from torch's generator on the CPU."""
-    state = torch.default_generator.get_state()
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(state)
 
 
 def run_nodes(

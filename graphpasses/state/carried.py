@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from graphpasses.errors import CaptureError
+from graphpasses.state.draws import Draw, draw, drawn_next
 from graphpasses.state.keys import MISSING, TensorFacts, key_of, same_tensors
 from graphpasses.state.patterns import Same
 from graphpasses.state.slots import Owner, Slot, changed, read, write
@@ -86,21 +87,30 @@ _DTYPES = {int: torch.int64, float: torch.float64}
 
 @dataclass(frozen=True)
 class Carried:
-    """The numbers and tensors that are inputs of a step, in attributes of a model's modules and elsewhere."""
+    """The numbers and tensors that are inputs of a step, in attributes of a model's modules and elsewhere.
+
+    Behind them are the numbers that it draws.
+    """
 
     places: tuple[Place, ...] = ()
+    draws: tuple[Draw, ...] = ()
     kinds: tuple[type, ...] = field(default=(), compare=False)  # of what stood there when the step was captured
     same: tuple[int, ...] = field(default=(), compare=False)  # for each, which was the first that was the same tensor
 
     @property
     def paths(self) -> tuple[str, ...]:
         """What messages call the inputs."""
-        return tuple(place.name for place in self.places)
+        return (*(place.name for place in self.places), *self.drawn)
+
+    @property
+    def drawn(self) -> dict[str, Draw]:
+        """What brings the numbers that are drawn, by what messages call them."""
+        return {f"number {index} of {each.name}": each for index, each in enumerate(self.draws)}
 
     @property
     def numbers(self) -> tuple[str, ...]:
         """What messages call the inputs that are numbers."""
-        return tuple(path for path, kind in zip(self.paths, self.kinds, strict=True) if kind in _DTYPES)
+        return tuple(path for path, kind in zip(self.paths, self.kinds, strict=False) if kind in _DTYPES)
 
     def and_also(self, *also: Place) -> Carried:
         """Returns these and others, also of objects that stand where others stood."""
@@ -120,14 +130,14 @@ class Carried:
 
     def named(self) -> dict[str, Any]:
         """Returns what is read there, by what messages call it."""
-        return dict(zip(self.paths, self._values, strict=True))
+        return dict(zip(self.paths, self._values, strict=False))
 
     def check(self, captured: Sequence[tuple[str, Any]], varying: Mapping[str, Mapping[int, Any]]) -> None:
         """Raises if something of another kind stands somewhere than when the step was ``captured``, by path, but for
         sizes that may be ``varying``.
         """
         values = self._values
-        for (path, before), kind, now in zip(captured, self.kinds, values, strict=True):
+        for (path, before), kind, now in zip(captured, self.kinds, values, strict=False):
             if type(now) is not kind or not can_carry(now):
                 what = f"a number ({kind.__name__})" if kind in _DTYPES else "a tensor"
                 raise CaptureError(
@@ -138,13 +148,17 @@ class Carried:
                 is_alike = (now.dtype, now.device, now.dim()) == (facts.dtype, facts.device, len(facts.shape))
                 if not (path in varying and is_alike and now.is_contiguous()):
                     raise changed(path, *facts.told_from(TensorFacts.of(now)))
-        for path, was, now in zip(self.paths, self.same, same_tensors(values), strict=True):
+        for path, was, now in zip(self.paths, self.same, same_tensors(values), strict=False):
             if was != now:
                 raise changed(f"whether {path} and {self.paths[min(was, now)]} are one tensor", was < now, now < was)
 
     def read(self) -> list[Any]:
-        """Returns the numbers as tensors, the tensors, or what is read there instead."""
-        return [*map(as_tensor, self._values)]
+        """Returns the numbers as tensors, the tensors, or what is read there instead; draws no numbers yet."""
+        return [*map(as_tensor, (*self._values, *drawn_next(self.draws)))]
+
+    def draw(self) -> list[Any]:
+        """Draws what the step draws."""
+        return draw(self.draws)
 
     @property
     def _values(self) -> list[Any]:
@@ -156,12 +170,13 @@ class Carried:
 
     def tensors(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
         """Returns those of a step's inputs that are no numbers."""
-        return [each for each, kind in zip(inputs, self.kinds, strict=True) if kind is torch.Tensor]
+        return [each for each, kind in zip(inputs, self.kinds, strict=False) if kind is torch.Tensor]
 
-    def write_traced(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Puts a step's traced inputs there, of numbers their values."""
+    def write_traced(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        """Puts a step's traced inputs there, of numbers their values; returns those that are drawn."""
         for place, at, kind in zip(self.places, self.same, self.kinds, strict=True):
             place.write(inputs[at] if kind is torch.Tensor else inputs[at].item())
+        return [each.item() for each in inputs[len(self.places) :]]
 
     def put_back(self, values: Sequence[Any]) -> None:
         """Puts back what :meth:`own` has read, where something else is."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,6 +20,7 @@ from graphpasses.errors import CaptureError
 from graphpasses.identity import attributes_restored, find_state, put_back
 from graphpasses.state.carried import CarriedError, Place, is_number, places_in
 from graphpasses.state.changes import Found, changing
+from graphpasses.state.draws import draws_undone
 from graphpasses.state.keys import CONTAINERS, MISSING, key_of
 from graphpasses.state.model import is_trained
 from graphpasses.state.patterns import COMPUTED, Known, filled, misfit, pattern_of, stand_ins, walk, was_read
@@ -162,11 +161,9 @@ def live_state_restored(model: nn.Module) -> Iterator[None]:
     gradients = [(parameter, parameter.grad) for parameter in with_gradients(model)]
     hooks = {id(each): dict(each) for parameter, _ in gradients for each in hook_dicts(parameter)}
     assigned = Assigned(model)
-    numpy, state = sys.modules.get("numpy"), random.getstate()
-    numpy_state = None if numpy is None else numpy.random.get_state()
     devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
     try:
-        with attributes_restored(model.modules()), torch.random.fork_rng(devices):
+        with attributes_restored(model.modules()), torch.random.fork_rng(devices), draws_undone():
             yield
     finally:
         for parameter, gradient in gradients:
@@ -175,9 +172,6 @@ def live_state_restored(model: nn.Module) -> Iterator[None]:
             put_back(now, hooks.get(id(now), {}))
         for tensor, before in assigned.changed().values():
             tensor.data = before
-        random.setstate(state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
 
 
 class Assigned:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -206,6 +207,26 @@ def changing(is_captured: bool) -> list[Any]:
     return [found, weight_hash(model)]
 
 
+def drawing(is_captured: bool) -> list[Any]:
+    """Each rank draws numbers of its own from Python's generator, by which it decides, and computes."""
+    model = network(0)
+    random.seed(torch.distributed.get_rank())
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        share = random.random()
+        return (model(x) * (share if share < 0.7 else 0.0)).square().sum()
+
+    x, step, found = torch.randn(4, 8), None, []
+    for _ in range(2 * NUM_STEPS):
+        if is_captured:
+            step = step or default_pipeline().run(capture_train_step(loss_fn, model, x))
+            found.append(step(x).item())
+        else:
+            (loss := loss_fn(model, x)).backward()
+            found.append(loss.item())
+    return [found, *(parameter.grad.to_local().tolist() for parameter in model.parameters())]  # type: ignore[union-attr]
+
+
 CASES: dict[str, Callable[[bool], list[Any]]] = {
     "changes between steps": changing,
     "optimizers in backward": in_backward,
@@ -215,6 +236,7 @@ CASES: dict[str, Callable[[bool], list[Any]]] = {
     "GAN": compete,
     "captured with gradients": captured_with_gradients,
     "Muon and AdamW": two_optimizers,
+    "random numbers of Python": drawing,
 }
 
 

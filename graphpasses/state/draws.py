@@ -1,0 +1,120 @@
+"""Numbers that a step draws from Python's and NumPy's generators: each call draws them first, and they are inputs."""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+
+from graphpasses.errors import CaptureError
+from graphpasses.state.keys import key_of, random_state
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A call of a function of ``random`` or ``numpy.random`` that draws one number."""
+
+    name: str
+    function: Callable[..., Any] = field(compare=False)
+    arguments: str  # what it was given
+    args: tuple[Any, ...] = field(compare=False)
+    kwargs: dict[str, Any] = field(compare=False)
+
+    def number(self) -> Any:
+        """Draws it."""
+        return self.function(*self.args, **self.kwargs)
+
+
+class DrawnError(CaptureError):
+    """A step draws these numbers, which are to be its inputs."""
+
+
+def draw(draws: Sequence[Draw]) -> list[Any]:
+    """Draws numbers, in order."""
+    return [each.number() for each in draws]
+
+
+def drawn_next(draws: Sequence[Draw]) -> list[Any]:
+    """Returns the numbers that would be drawn next, and draws none."""
+    if not draws:
+        return []
+    with draws_undone():
+        return draw(draws)
+
+
+@contextmanager
+def draws_undone() -> Iterator[None]:
+    """Lets what follows the block draw the numbers of Python's and NumPy's generators that the block drew."""
+    numpy, state = sys.modules.get("numpy"), random.getstate()
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+
+def draw_states() -> dict[str, torch.Tensor]:
+    """Returns the states of Python's and NumPy's generators, as bytes."""
+    found = {module.__name__: random_state(generator) or b"" for module, generator in _generators()}
+    return {name: torch.frombuffer(bytearray(state), dtype=torch.uint8) for name, state in found.items()}
+
+
+@contextmanager
+def torch_draws_undone() -> Iterator[None]:
+    """Lets what follows the block draw the numbers of torch's generator on the CPU that the block drew."""
+    state = torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)
+
+
+@contextmanager
+def draws_traced(draws: Sequence[Draw], numbers: Sequence[Any]) -> Iterator[list[Draw]]:
+    """Lets code get traced ``numbers`` in place of those that it drew before; yields what it draws now.
+
+    Without any, it draws. Other calls, as of arrays, draw in any case, which is refused elsewhere.
+    """
+    found: list[Draw] = []
+
+    def drawing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not (key := key_of((args, kwargs))).is_plain:
+                return function(*args, **kwargs)
+            now = Draw(name, function, str(key), *copy.deepcopy((args, kwargs)))
+            if len(found) < len(draws) and draws[len(found)] == now:
+                found.append(now)
+                return numbers[len(found) - 1]
+            value = function(*args, **kwargs)
+            if type(value) in (int, float):
+                found.append(now)
+            return value
+
+        return call
+
+    with ExitStack() as patches:
+        for module, generator in _generators():
+            for name, function in [*vars(module).items()]:
+                if getattr(function, "__self__", None) is generator and name not in _STATES:
+                    drawn = drawing(f"{module.__name__}.{name}", function)
+                    patches.enter_context(mock.patch.object(module, name, drawn))
+        yield found
+
+
+def _generators() -> Iterator[tuple[Any, Any]]:
+    """Yields the modules whose functions draw from a generator of their own, and that."""
+    yield random, random.random.__self__  # type: ignore[attr-defined]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        yield numpy.random, numpy.random.rand.__self__
+
+
+_STATES = {"seed", "getstate", "setstate", "get_state", "set_state"}
