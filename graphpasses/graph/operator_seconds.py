@@ -1,9 +1,9 @@
-"""How long operators take: measured seconds of calls, by operator and by what they are called with."""
+"""How long operators take: measured seconds, by operator and by what it is called with. Equal calls take as long."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,22 +11,12 @@ import torch
 from torch import fx
 
 
-@dataclass(frozen=True)
-class OperatorSeconds:
-    """Measured seconds of a step's operators: equal calls take equally long, wherever they are."""
-
-    by_call: Mapping[str, float]
-
-    @classmethod
-    def of(cls, measured: Iterable[tuple[fx.Node, float]]) -> OperatorSeconds:
-        """Returns the median of what equal calls took."""
-        found: dict[str, list[float]] = {}
-        for node, seconds in measured:
-            found.setdefault(describe_call(node), []).append(seconds)
-        return cls({call: statistics.median(each) for call, each in found.items()})
-
-    def get(self, node: fx.Node) -> float | None:
-        return self.by_call.get(describe_call(node))
+def seconds_by_call(measured: Iterable[tuple[fx.Node, float]]) -> dict[str, float]:
+    """Returns the median of what equal calls took, see :func:`describe_call`."""
+    found: dict[str, list[float]] = {}
+    for node, seconds in measured:
+        found.setdefault(describe_call(node), []).append(seconds)
+    return {call: statistics.median(each) for call, each in found.items()}
 
 
 def describe_call(node: fx.Node) -> str:

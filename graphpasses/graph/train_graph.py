@@ -19,7 +19,6 @@ from graphpasses.errors import CaptureError
 from graphpasses.graph.kinds import GraphInput, GraphOutput, InputKind, OutputKind, Stage
 from graphpasses.graph.known_values import KnownValues, summary
 from graphpasses.graph.nodes import fake_value, find_collectives, read_constants, storages, views
-from graphpasses.graph.operator_seconds import OperatorSeconds
 from graphpasses.graph.parameters import ParameterInfo
 from graphpasses.identity import IdentityMap
 
@@ -56,8 +55,8 @@ class TrainGraph:
         timelines: orders of its nodes that a pass has played, which go to the pass's report.
         notes: what the capture or a pass has to say (a rewrite skipped, and why); the pipeline moves them to its
             report.
-        seconds: how long operators were measured to take; None if they were not, see
-            :func:`graphpasses.measure_operators`.
+        seconds: how long calls were measured to take, by :func:`~graphpasses.graph.operator_seconds.describe_call`;
+            None if they were not, see :func:`graphpasses.measure_operators`.
         update: what a captured step does with its gradients; None where it leaves them in ``parameter.grad``.
         runs_as: what makes of the graph's module the one that runs, e.g. with compiled kernels in it; None runs the
             graph's operators. A proof leaves all open, unless its ``axiom`` is "exact kernels", which it names.
@@ -89,7 +88,7 @@ class TrainGraph:
     timelines: list[DrawnTimeline] = field(default_factory=list, repr=False)
     update: Update | None = None
     runs_as: Callable[[fx.GraphModule], fx.GraphModule] | None = field(default=None, repr=False, compare=False)
-    seconds: OperatorSeconds | None = field(default=None, repr=False, compare=False)
+    seconds: Mapping[str, float] | None = field(default=None, repr=False, compare=False)
     # What its constants held when the first graph was copied with which it shares them; None if it is no copy.
     copied_constants: Mapping[str, Hashable] | None = field(default=None, repr=False, compare=False)
     _known: KnownValues = field(default_factory=KnownValues, init=False, compare=False)
