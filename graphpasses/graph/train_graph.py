@@ -122,6 +122,15 @@ class TrainGraph:
         """Replaces nodes among the flat output values, all at once: fx looks at every output for each of them."""
         self.graph.output_node().args = ([values.get(value, value) for value in self.output_values],)
 
+    def add_placeholder(self, item: GraphInput, name: str, value: Any) -> fx.Node:
+        """Adds a last input that carries ``value``, a fake one; returns its placeholder."""
+        with self.graph.inserting_after(self.placeholders[-1]):
+            node = self.graph.placeholder(re.sub(r"\W", "_", name))
+        node.target = node.name  # which fx makes unique; the generated code takes the target
+        node.meta["val"] = value
+        self.inputs += (item,)
+        return node
+
     def remove_inputs(self, indices: Iterable[int]) -> None:
         """Removes placeholders that nothing reads, by their positions in ``inputs``, and their entries there."""
         gone = set(indices)
@@ -275,9 +284,6 @@ def add_update_input(graph: TrainGraph, item: GraphInput, node: fx.Node) -> fx.N
     mode = fake_mode_of([each.meta.get("val") for each in placeholders])
     assert mode is not None
     assert mode.shape_env is not None
-    with graph.graph.inserting_before(placeholders[-1].next):
-        made = graph.graph.placeholder(re.sub(r"\W", "_", f"{item.state}_of_{item.fqn}"))
-    graph.inputs += (item,)
     value = node.meta["val"]
     if isinstance(value, torch.Tensor):
         with mode:
@@ -286,5 +292,4 @@ def add_update_input(graph: TrainGraph, item: GraphInput, node: fx.Node) -> fx.N
         shape_env, is_float = mode.shape_env, isinstance(value, torch.SymFloat)
         with shape_env.ignore_fresh_unbacked_symbols():  # an input: no call brings it
             value = shape_env.create_unbacked_symfloat() if is_float else shape_env.create_unbacked_symint()
-    made.meta["val"] = value
-    return made
+    return graph.add_placeholder(item, f"{item.state}_of_{item.fqn}", value)
