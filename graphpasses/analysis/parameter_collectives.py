@@ -206,12 +206,12 @@ def _is_alone(node: fx.Node) -> bool:
     return False
 
 
-def is_read_inside(value: fx.Node) -> bool:
-    """Whether the step itself reads a gradient output, or a reduced summand of it."""
+def readers_inside(value: fx.Node) -> list[fx.Node]:
+    """Returns what in the step itself reads a gradient output, or a reduced summand of it."""
     nodes = reach(
         [value], lambda node: node.all_input_nodes if node.target in AFTER_REDUCTION or is_add(node) else ()
     )
-    return any(user.op != "output" and user not in nodes for node in nodes for user in node.users)
+    return sorted({user for node in nodes for user in node.users if user.op != "output"} - nodes)
 
 
 def find_grad_reductions(graph: TrainGraph) -> dict[str, list[GradReduction]]:

@@ -16,7 +16,7 @@ from graphpasses.analysis.parameter_collectives import (
     find_grad_reductions,
     gradient_summands,
     is_add,
-    is_read_inside,
+    readers_inside,
 )
 from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.plan import BucketPlan
@@ -102,7 +102,7 @@ def _reject_reason(
     }
     if len(facts) > 1:
         return "their dtypes, ops or process groups differ"
-    if any(is_read_inside(values[slot]) for slot in slots):
+    if any(readers_inside(values[slot]) for slot in slots):
         return "a reduced gradient is read inside the step"
     return None
 
