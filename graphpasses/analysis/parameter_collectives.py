@@ -217,11 +217,10 @@ def readers_inside(value: fx.Node) -> list[fx.Node]:
 def find_grad_reductions(graph: TrainGraph) -> dict[str, list[GradReduction]]:
     """Returns each gradient's reductions, by canonical FQN, in output order and that of autograd's adds."""
     found: dict[str, list[GradReduction]] = {}
-    values = graph.output_values
-    for fqn, slots in graph.gradient_slots().items():
+    for fqn, gradients in graph.gradients().items():
         info = graph.parameters[fqn]
-        for slot in slots:
-            for source, tail in gradient_summands(values[slot]) if values[slot] is not None else ():
+        for slot, gradient in gradients.items():
+            for source, tail in gradient_summands(gradient):
                 is_scattered = is_result_of(source, REDUCE_SCATTERS, info.shard_ranks)
                 is_whole = len(info.shard_ranks) == 1 and is_result_of(source, ALL_REDUCES, info.replicate_ranks)
                 if is_scattered or is_whole:

@@ -82,10 +82,8 @@ def _shared_memory(step: CapturedStep, _: Trace) -> str | None:
 
 
 def _sparse_gradients(step: CapturedStep, _: Trace) -> str | None:
-    values = step.output_values
-    for fqn, slots in step.gradient_slots().items():
-        layouts = (values[slot].meta["val"].layout for slot in slots if values[slot] is not None)
-        if any(layout is not torch.strided for layout in layouts):
+    for fqn, found in step.gradients().items():
+        if any(gradient.meta["val"].layout is not torch.strided for gradient in found.values()):
             return (
                 f"the gradient of {fqn!r} is sparse, and a captured step fills dense ones; make the embedding with "
                 "sparse=False"

@@ -153,6 +153,11 @@ class TrainGraph:
                 slots.setdefault(self.identity.canonical(item.fqn), []).append(index)
         return slots
 
+    def gradients(self) -> dict[str, dict[int, fx.Node]]:
+        """Returns, by canonical FQN, the nodes of its gradient by output position; of some there is none."""
+        values, slots = self.output_values, self.gradient_slots()
+        return {fqn: {i: values[i] for i in own if values[i] is not None} for fqn, own in slots.items()}
+
     def applies(self, fqn: str) -> bool:
         """Whether the graph itself updates a parameter, where an output says so: else a call returns no gradient."""
         update = self.update
@@ -161,13 +166,9 @@ class TrainGraph:
     @property
     def without_gradient(self) -> frozenset[str]:
         """Canonical FQNs of the parameters that this step leaves without a gradient."""
-        values = self.output_values
-        slots = self.gradient_slots()
-        return frozenset(
-            fqn
-            for fqn in self.parameters
-            if not any(values[index] is not None or self.outputs[index].is_applied for index in slots.get(fqn, ()))
-        )
+        found, slots = self.gradients(), self.gradient_slots()
+        applied = {fqn for fqn, own in slots.items() if any(self.outputs[index].is_applied for index in own)}
+        return frozenset(fqn for fqn in self.parameters if not found.get(fqn) and fqn not in applied)
 
     def emit(
         self,

@@ -125,8 +125,8 @@ class ModelStructure:
         for parameter, (slot, was) in zip(trained, self.trainable.items(), strict=True):
             if is_trained(parameter) != was:
                 raise changed(self._kind(slot), f"requires_grad={was}", not was, has=True)
-            if (kind := waiting_hook(parameter)) is not None:
-                raise hook_error(self._name(slot), kind)
+            if (how := waiting_hook(parameter)) is not None:
+                raise hook_error(self._name(slot), how)
         if (hooks := gradient_hook_ids(trained)) != self.hooks:
             for slot, known, found in zip(self.trainable, self.hooks, hooks, strict=True):
                 if known != found:

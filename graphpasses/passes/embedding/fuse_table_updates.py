@@ -52,11 +52,11 @@ class TableUpdate:
     anchor: fx.Node  # the call after which nothing reads the table any more
 
 
-def _gradient_calls(total: Any) -> tuple[list[fx.Node], list[fx.Node]] | None:
+def _gradient_calls(total: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None:
     """Returns the calls whose results are added to a gradient, and those that add; None if it is made otherwise."""
     leaves: list[fx.Node] = []
     sums: list[fx.Node] = []
-    pending = [total]
+    pending: list[Any] = [total]
     while pending:
         node = pending.pop()
         if not isinstance(node, fx.Node):
@@ -111,13 +111,14 @@ def _plan(graph: TrainGraph, update: Update) -> tuple[list[TableUpdate], dict[st
     placeholders: dict[str, list[fx.Node]] = {}
     for fqn, node in graph.parameter_placeholders():
         placeholders.setdefault(fqn, []).append(node)
-    values, slots = graph.output_values, graph.gradient_slots()
+    gradients = graph.gradients()
     for fqn in update.gradients:
-        found = [slot for slot in slots.get(fqn, ()) if values[slot] is not None]
-        calls = _gradient_calls(values[found[0]]) if len(found) == 1 else None
-        if calls is None:
+        if len(found := gradients.get(fqn, {})) != 1:
             continue
-        made = _plan_table(update, fqn, placeholders[fqn], found[0], calls)
+        ((slot, gradient),) = found.items()
+        if (calls := _gradient_calls(gradient)) is None:
+            continue
+        made = _plan_table(update, fqn, placeholders[fqn], slot, calls)
         if isinstance(made, str):
             left_alone[fqn] = made
         else:

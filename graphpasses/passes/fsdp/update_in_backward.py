@@ -57,15 +57,6 @@ def _owner(values: Sequence[Any], owners: Mapping[fx.Node, Any]) -> Any:
     return ... if len(found) > 1 else next(iter(found), None)
 
 
-def _gradients(graph: TrainGraph) -> Nodes:
-    values = graph.output_values
-    found = {
-        fqn: [values[slot] for slot in slots if values[slot] is not None]
-        for fqn, slots in graph.gradient_slots().items()
-    }
-    return {fqn: nodes[0] for fqn, nodes in found.items() if len(nodes) == 1}
-
-
 def _reject_reason(graph: TrainGraph, update: Update, stored: Nodes, gradients: Nodes) -> str:
     if update.clip_norm is not None:
         return "clipping needs all gradients at once"
@@ -278,7 +269,9 @@ class UpdateInBackward(GraphPass):
         update = graph.update
         if update is None or update.is_in_step:
             return 0
-        stored, gradients = dict(graph.parameter_placeholders()), _gradients(graph)
+        stored = dict(graph.parameter_placeholders())
+        found = {fqn: [*nodes.values()] for fqn, nodes in graph.gradients().items()}
+        gradients: Nodes = {fqn: nodes[0] for fqn, nodes in found.items() if len(nodes) == 1}
         if reason := _reject_reason(graph, update, stored, gradients):
             graph.note(f"parameters are updated after the backward: {reason}")
             return 0
