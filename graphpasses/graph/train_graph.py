@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -58,6 +58,7 @@ class TrainGraph:
         seconds: how long calls were measured to take, by :func:`~graphpasses.graph.operator_seconds.describe_call`;
             None if they were not, see :func:`graphpasses.measure_operators`.
         update: what a captured step does with its gradients; None where it leaves them in ``parameter.grad``.
+        written: FQNs, and paths of batch leaves, of the inputs that a step that can be called writes in place.
         runs_as: what makes of the graph's module the one that runs, e.g. with compiled kernels in it; None runs the
             graph's operators. A proof leaves all open, unless its ``axiom`` is "exact kernels", which it names.
 
@@ -87,6 +88,7 @@ class TrainGraph:
     notes: list[str] = field(default_factory=list)
     timelines: list[DrawnTimeline] = field(default_factory=list, repr=False)
     update: Update | None = None
+    written: frozenset[str] = frozenset()
     runs_as: Callable[[fx.GraphModule], fx.GraphModule] | None = field(default=None, repr=False, compare=False)
     seconds: Mapping[str, float] | None = field(default=None, repr=False, compare=False)
     # What its constants held when the first graph was copied with which it shares them; None if it is no copy.
@@ -157,6 +159,13 @@ class TrainGraph:
         """Returns, by canonical FQN, the nodes of its gradient by output position; of some there is none."""
         values, slots = self.output_values, self.gradient_slots()
         return {fqn: {i: values[i] for i in own if values[i] is not None} for fqn, own in slots.items()}
+
+    def note_updates(self, fqns: Collection[str]) -> None:
+        """Notes that the graph itself updates parameters by their gradients now, by canonical FQN."""
+        outputs = [*self.outputs]
+        for index in (index for fqn, slots in self.gradient_slots().items() if fqn in fqns for index in slots):
+            outputs[index] = replace(outputs[index], is_applied=True)
+        self.outputs, self.written = tuple(outputs), self.written.union(fqns)
 
     def applies(self, fqn: str) -> bool:
         """Whether the graph itself updates a parameter, where an output says so: else a call returns no gradient."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import fx
 from graphpasses._torch.schemas import named_arguments
 from graphpasses.embedding.fused_update import FusedForm
 from graphpasses.fbgemm.names import load_fbgemm
-from graphpasses.graph import CapturedStep, GraphInput, InputKind, Stage, TrainGraph
+from graphpasses.graph import GraphInput, InputKind, Stage, TrainGraph
 from graphpasses.graph.nodes import last_reads
 from graphpasses.graph.train_graph import add_update_input
 from graphpasses.graph.update import Update
@@ -188,10 +188,7 @@ def _apply(graph: TrainGraph, update: Update, plans: list[TableUpdate]) -> None:
         graph.set_output(plan.slot, None)
         for node in (*plan.sums, *(lookup.node for lookup in plan.lookups)):  # a sum before what it adds
             graph.graph.erase_node(node)
-    slots = {plan.slot for plan in plans}
-    graph.outputs = tuple(
-        replace(item, is_applied=True) if index in slots else item for index, item in enumerate(graph.outputs)
-    )
+    graph.note_updates([plan.fqn for plan in plans])
 
 
 @dataclass(frozen=True)
@@ -259,6 +256,4 @@ class FuseTableUpdates(GraphPass):
         fqns = [plan.fqn for plan in plans]
         _apply(graph, update, plans)
         graph.update = update.without(fqns, without, {plan.group for plan in plans})
-        if isinstance(graph, CapturedStep):
-            graph.written |= frozenset(fqns)
         return len(plans)

@@ -109,7 +109,7 @@ class PrefetchCollectives(GraphPass):
 
 def _wait_late(reductions: Sequence[MovableReduction], output: fx.Node) -> None:
     points = [*(each.launch[0] for each in reductions[1:]), output, output]
-    for reduction, (point, next_point) in zip(reductions, pairwise(points), strict=True):
+    for reduction, (point, next_point) in zip(reductions, pairwise(points), strict=False):  # of none there is a pair
         for node in sorted([*reduction.arrive, *(each.launch[0] for each in reduction.then)]):
             point.prepend(node)
         for node in (node for each in reduction.then for node in each.arrive):

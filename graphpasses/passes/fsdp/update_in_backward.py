@@ -6,14 +6,14 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
 from graphpasses.analysis.effects import is_elementwise_on_lists, is_written, written_inputs
-from graphpasses.graph import CapturedStep, InputKind, OutputKind, Stage, TrainGraph
+from graphpasses.graph import InputKind, OutputKind, Stage, TrainGraph
 from graphpasses.graph.nodes import last_reads, storages
 from graphpasses.graph.train_graph import add_update_input
 from graphpasses.graph.update import Update
@@ -283,14 +283,6 @@ class UpdateInBackward(GraphPass):
         emitter = _Emitter(graph, update, owners, _add_inputs(graph, update, stored, gradients))
         for fqns, anchor in groups:
             emitter.emit(fqns, anchor)
-        updated = frozenset(gradients)
-        graph.outputs = tuple(
-            replace(item, is_applied=True)
-            if item.is_gradient and graph.identity.canonical(item.fqn) in updated
-            else item
-            for item in graph.outputs
-        )
-        if isinstance(graph, CapturedStep):
-            graph.written |= updated
+        graph.note_updates(gradients)
         graph.update = update.moved_into(without)
         return len(groups)
