@@ -200,9 +200,9 @@ class CapturedStep(TrainGraph):
     def fitting(self, *batch: Any) -> tuple[Self, list[torch.Tensor | None], list[Any]]:
         """Returns the capture that a call would run on a batch, the model's tensors, and what else it reads."""
         step, tensors, leaves = self._cache.fitting(batch)
-        return step, tensors, step._inputs(leaves)
+        return step, tensors, step.read_inputs(leaves)
 
-    def _inputs(self, leaves: Sequence[Any]) -> list[Any]:
+    def read_inputs(self, leaves: Sequence[Any]) -> list[Any]:
         """Returns what the graph reads beside the model, for these leaves of a batch."""
         return [*self.batch_structure.inputs(leaves), *self.carried.read()]
 
@@ -215,7 +215,7 @@ class CapturedStep(TrainGraph):
 
     def value_of(self, leaves: Sequence[Any]) -> Callable[[GraphInput], Any]:
         """Returns what tells the values of inputs, for these leaves of a batch."""
-        given = dict(zip((path for path, _ in self.batch_leaves), self._inputs(leaves), strict=True))
+        given = dict(zip((path for path, _ in self.batch_leaves), self.read_inputs(leaves), strict=True))
 
         def value(item: GraphInput) -> Any:
             if item.kind is InputKind.BATCH:
