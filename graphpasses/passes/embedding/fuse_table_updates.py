@@ -98,12 +98,6 @@ def _read_lookup(node: fx.Node) -> Lookup | str:
     )
 
 
-def _why_not_table(value: torch.Tensor) -> str | None:
-    if value.device.type != "cpu" or value.dtype != torch.float32:
-        return f"it is {value.dtype} on {value.device}, and only torch.float32 on cpu is fused"
-    return None if value.is_contiguous() else "it is not contiguous"
-
-
 def _plan(graph: TrainGraph, update: Update) -> tuple[list[TableUpdate], dict[str, str]]:
     """Returns the tables whose updates are fused, and why others, that are looked up, are not."""
     plans: list[TableUpdate] = []
@@ -135,8 +129,11 @@ def _plan_table(
     if len(placeholders) > 1:
         return "it is read under several names; run deduplicate-shared"
     (table,) = placeholders
-    if (reason := _why_not_table(table.meta["val"])) is not None:
-        return reason
+    value: torch.Tensor = table.meta["val"]
+    if value.device.type != "cpu" or value.dtype != torch.float32:
+        return f"it is {value.dtype} on {value.device}, and only torch.float32 on cpu is fused"
+    if not value.is_contiguous():
+        return "it is not contiguous"
     group = next(index for index, names in enumerate(update.facts.groups) if fqn in names)
     optimizer, options = update.optimizers.groups[group]
     form = FusedForm.of_options(type(optimizer), options)
