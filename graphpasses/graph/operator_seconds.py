@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,22 +20,13 @@ def seconds_by_call(measured: Iterable[tuple[fx.Node, float]]) -> dict[str, floa
 
 def describe_call(node: fx.Node) -> str:
     """Returns the operator of a call, the layout of the tensors that it is given, and its other arguments."""
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), _given)
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda read: _layout(read.meta.get("val")))
     return f"{node.target}{args}{kwargs or ''}"
 
 
-def _given(read: fx.Node) -> Any:
-    return _Given(read.meta.get("val"))
-
-
-@dataclass(frozen=True)
-class _Given:
-    value: object
-
-    def __repr__(self) -> str:
-        if isinstance(self.value, (list, tuple)):
-            return repr([_Given(each) for each in self.value])
-        if not isinstance(self.value, torch.Tensor):
-            return repr(self.value)
-        strides = "" if self.value.is_contiguous() else f":{self.value.stride()}"
-        return f"{self.value.dtype}{[*self.value.shape]}{strides}"
+def _layout(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [*map(_layout, value)]
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.dtype, [*value.shape], *(() if value.is_contiguous() else (value.stride(),))
