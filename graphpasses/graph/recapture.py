@@ -196,9 +196,8 @@ class GuardedCache:
         first = self._last
         elsewhere = FailedElsewhereError("another rank could not capture the step again; its message says why")
         together = partial(self.consensus.raised_together, elsewhere)
-        with together(), together() as traced_everywhere, torch.enable_grad():
-            again = partial(first.recapture, first.model, *batch, carried=carried, numbers=numbers)
-            return again(traced_everywhere=traced_everywhere)
+        with together(), together() as meet, torch.enable_grad():
+            return first.recapture(first.model, *batch, carried=carried, numbers=numbers, traced_everywhere=meet)
 
     def rewritten(self, step: Step, rewrites: Iterable[Callable[[Step], Step]]) -> Step:
         """Returns a step after rewrites; raises on all ranks if it launches different collectives on them."""
