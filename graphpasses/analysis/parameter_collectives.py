@@ -182,19 +182,41 @@ def added_uses(gradient: fx.Node) -> list[fx.Node]:
 
     The engine's sum has a sequence number (``seq_nr``) that neither summand has, unlike a sum in a backward formula.
     """
-    if calls(gradient, aten.view.default):
-        source = argument(gradient)
-        found = added_uses(source) if source.meta["val"].shape == gradient.meta["val"].shape else []
-        return found if len(found) > 1 else [gradient]
-    summands = [node for node in gradient.args[:2] if isinstance(node, fx.Node)]
-    is_sum = gradient.target == aten.add.Tensor and not gradient.kwargs and len(summands) == 2
-    if not is_sum or not all(map(is_backward, summands)):
-        return [gradient]
-    uses = [added_uses(node) if len(node.users) == 1 else [node] for node in summands]
-    numbers = [node.meta.get("seq_nr") for node, parts in zip(summands, uses, strict=True) if len(parts) == 1]
-    if gradient.meta.get("seq_nr") in (None, *numbers) or None in numbers:
-        return [gradient]
-    return [use for parts in uses for use in parts]
+    # Of sums of the engine, and views of such, what they add; chains may be longer than Python's stack.
+    summed: dict[fx.Node, list[_Operand]] = {}
+    pending = [gradient]
+    while pending:
+        node = pending[-1]
+        operands = _operands(node)
+        if missing := [each for each, is_opened in operands if is_opened and each not in summed]:
+            pending += missing
+            continue
+        apart = [each for each, is_opened in operands if not (is_opened and summed[each])]
+        numbers = [each.meta.get("seq_nr") for each in apart]
+        is_view = node.target == aten.view.default
+        is_engines = not apart if is_view else node.meta.get("seq_nr") not in (None, *numbers) and None not in numbers
+        summed[pending.pop()] = operands if is_engines else []
+    uses, parts = [], [(gradient, True)]
+    while parts:
+        node, is_opened = parts.pop()
+        if is_opened and summed[node]:
+            parts += reversed(summed[node])
+        else:
+            uses.append(node)
+    return uses
+
+
+_Operand = tuple[fx.Node, bool]
+"""What a sum, or a view, is made of, and whether that may be a sum of the engine: nothing else reads it."""
+
+
+def _operands(node: fx.Node) -> list[_Operand]:
+    if calls(node, aten.view.default):
+        source = argument(node)
+        return [(source, True)] if source.meta["val"].shape == node.meta["val"].shape else []
+    summands = [each for each in node.args[:2] if isinstance(each, fx.Node)]
+    is_sum = node.target == aten.add.Tensor and not node.kwargs and len(summands) == 2
+    return [(each, len(each.users) == 1) for each in summands] if is_sum and all(map(is_backward, summands)) else []
 
 
 def _is_alone(node: fx.Node) -> bool:
@@ -206,22 +228,21 @@ def _is_alone(node: fx.Node) -> bool:
     return False
 
 
-def is_read_inside(value: fx.Node) -> bool:
-    """Whether the step itself reads a gradient output, or a reduced summand of it."""
+def readers_inside(value: fx.Node) -> list[fx.Node]:
+    """Returns what in the step itself reads a gradient output, or a reduced summand of it."""
     nodes = reach(
         [value], lambda node: node.all_input_nodes if node.target in AFTER_REDUCTION or is_add(node) else ()
     )
-    return any(user.op != "output" and user not in nodes for node in nodes for user in node.users)
+    return sorted({user for node in nodes for user in node.users if user.op != "output"} - nodes)
 
 
 def find_grad_reductions(graph: TrainGraph) -> dict[str, list[GradReduction]]:
     """Returns each gradient's reductions, by canonical FQN, in output order and that of autograd's adds."""
     found: dict[str, list[GradReduction]] = {}
-    values = graph.output_values
-    for fqn, slots in graph.gradient_slots().items():
+    for fqn, gradients in graph.gradients().items():
         info = graph.parameters[fqn]
-        for slot in slots:
-            for source, tail in gradient_summands(values[slot]) if values[slot] is not None else ():
+        for slot, gradient in gradients.items():
+            for source, tail in gradient_summands(gradient):
                 is_scattered = is_result_of(source, REDUCE_SCATTERS, info.shard_ranks)
                 is_whole = len(info.shard_ranks) == 1 and is_result_of(source, ALL_REDUCES, info.replicate_ranks)
                 if is_scattered or is_whole:

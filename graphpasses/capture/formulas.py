@@ -22,6 +22,7 @@ from graphpasses._torch.symbols import UNDECIDED
 from graphpasses.analysis.backward import is_backward
 from graphpasses.errors import CaptureError
 from graphpasses.graph.nodes import argument, fake_value, named_call, refresh_values
+from graphpasses.graph.size_arithmetic import size_expression
 from graphpasses.ops.eager_gradient import EAGER_GRADIENT, MASKED_PLACE, MASKED_SUM
 
 aten = torch.ops.aten
@@ -75,7 +76,8 @@ def _take_place(graph: fx.Graph, node: fx.Node, operator: Callable[..., Any], ar
     found.meta.update({**node.meta, "val": fake_value(found)})
     node.replace_all_uses_with(found)
     graph.erase_node(node)
-    if str(found.meta["val"].stride()) != str(node.meta["val"].stride()):
+    now, before = ([*map(size_expression, each.meta["val"].stride())] for each in (found, node))
+    if now != before:
         refresh_values(graph, [found])
 
 

@@ -14,7 +14,7 @@ from graphpasses.capture.oracle import run_step
 from graphpasses.capture.step_check import put_back
 from graphpasses.errors import CaptureError
 from graphpasses.graph import WAIT, CapturedStep, is_collective
-from graphpasses.graph.operator_seconds import OperatorSeconds
+from graphpasses.graph.operator_seconds import seconds_by_call
 from graphpasses.graph.rank_consensus import RankConsensus
 
 
@@ -41,7 +41,7 @@ def measure_operators(
     Example:
         >>> model, x = torch.nn.Linear(4, 1), torch.ones(2, 4)
         >>> step = graphpasses.capture_train_step(lambda model, x: model(x).sum(), model, x)
-        >>> min(graphpasses.measure_operators(step, x).seconds.by_call.values()) > 0
+        >>> min(graphpasses.measure_operators(step, x).seconds.values()) > 0
         True
     """
     if num_rounds < 1:
@@ -52,7 +52,7 @@ def measure_operators(
     for _ in range(num_rounds):
         with put_back(step, batch):
             run_step(step.model, lambda: timed.run(*batch))
-    seconds = OperatorSeconds.of(timer.measured)
+    seconds = seconds_by_call(timer.measured)
     return replace(step, seconds=RankConsensus.of_graph(step.graph, device).of_first(seconds))
 
 

@@ -8,7 +8,6 @@ import threading
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -29,7 +28,7 @@ from graphpasses._torch.symbols import is_read_number
 from graphpasses.capture.traced_lines import is_traced_code, line_of, user_line
 from graphpasses.errors import CaptureError, GraphPassesError
 from graphpasses.identity import walk_modules
-from graphpasses.state.model import check_gradient_hooks, is_trained, trained_state
+from graphpasses.state.model import hook_error, is_trained, trained_state, waiting_hook
 from graphpasses.state.slots import FIRST_CALL
 
 
@@ -78,7 +77,8 @@ def refuse_model(model: nn.Module) -> None:
                 f"parameter {fqn!r} is of a lazy module, and has no shape yet; run the model once before"
             )
     for fqn, tensor in trained_state(model).items():
-        check_gradient_hooks(partial(str, fqn), tensor)
+        if (kind := waiting_hook(tensor)) is not None:
+            raise hook_error(fqn, kind)
 
 
 class NowTrainedError(CaptureError):

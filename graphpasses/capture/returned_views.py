@@ -17,7 +17,7 @@ from torch import fx
 from graphpasses._torch.fx_graphs import lazy_module, quick_call
 from graphpasses._torch.schemas import is_tensor_subclass
 from graphpasses.analysis.effects import has_gradient, torch_call_effects
-from graphpasses.graph import DynamoGraph, GraphInput, InputKind
+from graphpasses.graph import DynamoGraph
 from graphpasses.graph.nodes import storages
 
 
@@ -56,15 +56,8 @@ def take_views_out(graph: DynamoGraph) -> tuple[DynamoGraph, ReturnedViews]:
     make = _maker(graph, placeholders, before, found)
     make_behind = _maker(graph, [*placeholders, *before], behind, found)
     fakes = tuple(node.meta["val"].detach().requires_grad_(has_gradient(node)) for node in before)
-    last = placeholders[-1]
     for node, fake in zip(before, fakes, strict=True):
-        with graph.graph.inserting_after(last):
-            last = graph.graph.placeholder(node.name)
-        last.target = last.name
-        last.meta |= {"val": fake, "example_value": fake}
-        node.replace_all_uses_with(last)
-        graph.inputs += (GraphInput(InputKind.VALUE, node.name),)
-        graph.live += (None,)
+        node.replace_all_uses_with(graph.add_value(node.name, fake, None))
     graph.graph.eliminate_dead_code(lambda node: node.op == "placeholder" or node not in found)
     return graph, ReturnedViews(make, make_behind, fakes, places)
 

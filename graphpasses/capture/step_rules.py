@@ -37,26 +37,23 @@ def refuse_step(step: CapturedStep, trace: Trace) -> None:
             raise CaptureError(reason)
 
 
-# Of calls that no step has, which they are, and why.
-_REFUSED_CALLS: dict[Callable[[fx.Node], bool], str] = {
-    lambda node: node.target is aten.mkldnn_rnn_layer_backward.default: (
-        "the model has an LSTM that runs in oneDNN, whose backward cannot be run from a graph; turn oneDNN off in "
-        "both runs, with torch.backends.mkldnn.set_flags(False)"
-    ),
-    lambda node: getattr(node.target, "namespace", "") == "c10d": (
-        "loss_fn communicates in place: {call}. A graph has no wait for it, so what it brings could be read too "
-        "early. Call all_reduce, all_gather, all_gather_into_tensor, reduce_scatter, reduce_scatter_tensor, "
-        "all_to_all_single or scatter of torch.distributed, without async_op, or communicate before or after the step"
-    ),
-    lambda node: getattr(node.target, "overloadpacket", None) is aten.set_: (
-        f"a tensor {OTHER_MEMORY}, with {{call}}{WRITE_IN_PLACE}"
-    ),
-}
-
-
 def _calls(step: CapturedStep, _: Trace) -> str | None:
-    found = ((why, node) for is_one, why in _REFUSED_CALLS.items() for node in filter(is_one, step.graph.nodes))
-    return next((why.format(call=named_call(node)) for why, node in found), None)
+    for node in step.graph.nodes:
+        if node.target is aten.mkldnn_rnn_layer_backward.default:
+            return (
+                "the model has an LSTM that runs in oneDNN, whose backward cannot be run from a graph; turn oneDNN "
+                "off in both runs, with torch.backends.mkldnn.set_flags(False)"
+            )
+        if getattr(node.target, "namespace", "") == "c10d":
+            return (
+                f"loss_fn communicates in place: {named_call(node)}. A graph has no wait for it, so what it brings "
+                "could be read too early. Call all_reduce, all_gather, all_gather_into_tensor, reduce_scatter, "
+                "reduce_scatter_tensor, all_to_all_single or scatter of torch.distributed, without async_op, or "
+                "communicate before or after the step"
+            )
+        if getattr(node.target, "overloadpacket", None) is aten.set_:
+            return f"a tensor {OTHER_MEMORY}, with {named_call(node)}{WRITE_IN_PLACE}"
+    return None
 
 
 def _branches(step: CapturedStep, _: Trace) -> str | None:
@@ -85,10 +82,8 @@ def _shared_memory(step: CapturedStep, _: Trace) -> str | None:
 
 
 def _sparse_gradients(step: CapturedStep, _: Trace) -> str | None:
-    values = step.output_values
-    for fqn, slots in step.gradient_slots().items():
-        layouts = (values[slot].meta["val"].layout for slot in slots if values[slot] is not None)
-        if any(layout is not torch.strided for layout in layouts):
+    for fqn, found in step.gradients().items():
+        if any(gradient.meta["val"].layout is not torch.strided for gradient in found.values()):
             return (
                 f"the gradient of {fqn!r} is sparse, and a captured step fills dense ones; make the embedding with "
                 "sparse=False"

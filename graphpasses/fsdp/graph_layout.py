@@ -64,21 +64,20 @@ def reduced_parts(graph: TrainGraph) -> dict[fx.Node, dict[int, tuple[str, tuple
     By the node that launches it and the part's number: FQN, and the numbers of elements of all parts.
     """
     parts: dict[fx.Node, dict[int, tuple[str, tuple[int, ...]]]] = {}
-    values = graph.output_values
-    for fqn, slots in graph.gradient_slots().items():
-        for slot in slots:
-            for collective, part, sizes in _collectives_behind(values[slot], graph.parameters[fqn]):
+    for fqn, found in graph.gradients().items():
+        for gradient in found.values():
+            for collective, part, sizes in _collectives_behind(gradient, graph.parameters[fqn]):
                 parts.setdefault(collective, {})[part] = fqn, sizes
     order = {node: index for index, node in enumerate(graph.graph.nodes)}
     return {node: parts[node] for node in sorted(parts, key=order.__getitem__)}
 
 
-def _collectives_behind(value: fx.Node | None, info: ParameterInfo) -> Iterator[tuple[fx.Node, int, tuple[int, ...]]]:
+def _collectives_behind(value: fx.Node, info: ParameterInfo) -> Iterator[tuple[fx.Node, int, tuple[int, ...]]]:
     """Yields the collectives on the way from a gradient output to the gradient.
 
     With the parameter's part among those into which the result is split, and the numbers of elements of all parts.
     """
-    pending: list[tuple[Any, int, tuple[int, ...]]] = [(value, 0, ())] if value is not None else []
+    pending: list[tuple[Any, int, tuple[int, ...]]] = [(value, 0, ())]
     while pending:
         node, part, sizes = pending.pop()
         if calls(node, operator.getitem) and calls(node.args[0], SPLIT):

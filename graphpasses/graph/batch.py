@@ -122,12 +122,11 @@ def _memory(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _tensor_facts(tensor: torch.Tensor, varying: Mapping[int, VaryingDim]) -> tuple[object, ...]:
-    if varying:
-        shape = [None if dim in varying else size for dim, size in enumerate(tensor.shape)]
-        return shape, tensor.is_contiguous(), tensor.dtype, tensor.device
-    # The stride of a dim of size 1 means nothing.
-    strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
-    return tuple(tensor.shape), strides, tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg()
+    layout: object = tensor.is_contiguous()
+    if not varying:  # the stride of a dim of size 1 means nothing
+        layout = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
+    shape = [None if dim in varying else size for dim, size in enumerate(tensor.shape)]
+    return shape, layout, tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg()
 
 
 def _describe(value: Any, strides: bool = False, varying: Mapping[int, VaryingDim] | None = None) -> str:

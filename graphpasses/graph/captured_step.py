@@ -42,7 +42,6 @@ class CapturedStep(TrainGraph):
         batch_structure: how the captured ``*batch`` is nested.
         batch_leaves: for each batch leaf: its path, and a fake tensor or the plain value captured.
         varying: by path of a leaf, the dims whose sizes may be others than those captured.
-        written: FQNs, and paths of batch leaves, of the inputs that the step writes in place.
         snapshot: what the graph has built in: the model's structure, settings of torch and FSDP2, attributes and
             values from outside that the step's code reads; each call checks it.
         guards: what ``loss_fn`` decided by values of the batch; each call checks it, too. None if it decided nothing.
@@ -71,7 +70,6 @@ class CapturedStep(TrainGraph):
 
     batch_structure: BatchStructure
     batch_leaves: tuple[tuple[str, Any], ...]
-    written: frozenset[str]
     snapshot: Snapshot
     varying: Varying = field(default_factory=dict)
     guards: Guards | None = None
@@ -190,8 +188,8 @@ class CapturedStep(TrainGraph):
         waiting, pending = self.cut_steps.find_waiting()
         step, tensors, leaves = self.fitting(*batch)
         step = step.cut_steps.fitting(step, waiting)
-        structure = step.snapshot.structure
-        is_updatable = step.update is None or step.update.check(structure.named(tensors, step.parameters))
+        named = step.snapshot.structure.named(tensors, step.parameters)
+        is_updatable = step.update is None or step.update.check(named)
         self._unsharded.unshard(staying | step.left_unsharded)
         step.carried.draw()
         returned = step.run_unchecked(tensors, leaves, pending, is_updatable=is_updatable)
@@ -203,7 +201,11 @@ class CapturedStep(TrainGraph):
     def fitting(self, *batch: Any) -> tuple[Self, list[torch.Tensor | None], list[Any]]:
         """Returns the capture that a call would run on a batch, the model's tensors, and what else it reads."""
         step, tensors, leaves = self._cache.fitting(batch)
-        return step, tensors, [*step.batch_structure.inputs(leaves), *step.carried.read()]
+        return step, tensors, step.read_inputs(leaves)
+
+    def read_inputs(self, leaves: Sequence[Any]) -> list[Any]:
+        """Returns what the graph reads beside the model, for these leaves of a batch."""
+        return [*self.batch_structure.inputs(leaves), *self.carried.read()]
 
     def look(self, leaves: Sequence[Any]) -> list[torch.Tensor | None]:
         """Returns the model's tensors, by slot; raises if the step is not for it, or for these leaves of a batch."""
@@ -214,8 +216,7 @@ class CapturedStep(TrainGraph):
 
     def value_of(self, leaves: Sequence[Any]) -> Callable[[GraphInput], Any]:
         """Returns what tells the values of inputs, for these leaves of a batch."""
-        every = [*self.batch_structure.inputs(leaves), *self.carried.read()]
-        given = dict(zip((path for path, _ in self.batch_leaves), every, strict=True))
+        given = dict(zip((path for path, _ in self.batch_leaves), self.read_inputs(leaves), strict=True))
 
         def value(item: GraphInput) -> Any:
             if item.kind is InputKind.BATCH:
@@ -355,10 +356,6 @@ class CapturedStep(TrainGraph):
         return Unsharded(self.model)
 
     @cached_property
-    def _loss_index(self) -> int:
-        return [item.is_loss for item in self.outputs].index(True)
-
-    @cached_property
     def _input_slots(self) -> tuple[tuple[int | None, str], ...]:
         slots = self.snapshot.structure.slots
         return tuple(
@@ -398,4 +395,4 @@ class CapturedStep(TrainGraph):
         for index, fqn in self._left[OutputKind.MEMORY]:
             get_state(self.model, fqn).data = flat[index]
         self._gradients.leave(flat, tensors, self.cut_steps.accumulators)
-        return self.returned.made_of(self.outputs, flat, flat[self._loss_index])
+        return self.returned.made_of(self.outputs, flat)

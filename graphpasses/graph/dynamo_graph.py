@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -54,10 +53,12 @@ class DynamoGraph(TrainGraph):
         mode = fake_mode_of([node.meta.get("val") for node in placeholders])
         if mode is None:
             raise PipelineError(f"the graph has no tensor among its inputs; {fqn} cannot be added to them")
-        with self.graph.inserting_after(placeholders[-1]):
-            node = self.graph.placeholder(re.sub(r"\W", "_", fqn))
-        node.target = node.name  # which fx makes unique; the generated code takes the target
-        node.meta["val"] = node.meta["example_value"] = mode.from_tensor(tensor, static_shapes=True)
-        self.inputs += (GraphInput(InputKind.VALUE, fqn),)
-        self.live += (tensor,)
+        fake = mode.from_tensor(tensor, static_shapes=True)
+        return self.add_value(fqn, fake, tensor)
+
+    def add_value(self, name: str, fake: torch.Tensor, live: torch.Tensor | None) -> fx.Node:
+        """Returns a new last placeholder, which every call gives a live tensor, or what is made for it, if None."""
+        node = self.add_placeholder(GraphInput(InputKind.VALUE, name), name, fake)
+        node.meta["example_value"] = fake
+        self.live += (live,)
         return node

@@ -26,9 +26,8 @@ def launches_as_traced(graph: TrainGraph) -> tuple[Launch, ...]:
             brought[node] = None
         elif read and all(each in names for each in read):
             names[node] = tuple(name for each in read for name in names[each])
-    outputs = graph.output_values
-    for fqn, slots in graph.gradient_slots().items():
-        names |= {outputs[slot]: (f"gradient {fqn}",) for slot in slots if outputs[slot] in brought}
+    for fqn, found in graph.gradients().items():
+        names |= {gradient: (f"gradient {fqn}",) for gradient in found.values() if gradient in brought}
     for node in reversed(brought):
         if node not in names and node.users and all(user in names for user in node.users):
             names[node] = tuple(dict.fromkeys(name for user in node.users for name in names[user]))

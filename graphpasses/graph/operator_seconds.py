@@ -1,52 +1,32 @@
-"""How long operators take: measured seconds of calls, by operator and by what they are called with."""
+"""How long operators take: measured seconds, by operator and by what it is called with. Equal calls take as long."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
 
-@dataclass(frozen=True)
-class OperatorSeconds:
-    """Measured seconds of a step's operators: equal calls take equally long, wherever they are."""
-
-    by_call: Mapping[str, float]
-
-    @classmethod
-    def of(cls, measured: Iterable[tuple[fx.Node, float]]) -> OperatorSeconds:
-        """Returns the median of what equal calls took."""
-        found: dict[str, list[float]] = {}
-        for node, seconds in measured:
-            found.setdefault(describe_call(node), []).append(seconds)
-        return cls({call: statistics.median(each) for call, each in found.items()})
-
-    def get(self, node: fx.Node) -> float | None:
-        return self.by_call.get(describe_call(node))
+def seconds_by_call(measured: Iterable[tuple[fx.Node, float]]) -> dict[str, float]:
+    """Returns the median of what equal calls took, see :func:`describe_call`."""
+    found: dict[str, list[float]] = {}
+    for node, seconds in measured:
+        found.setdefault(describe_call(node), []).append(seconds)
+    return {call: statistics.median(each) for call, each in found.items()}
 
 
 def describe_call(node: fx.Node) -> str:
     """Returns the operator of a call, the layout of the tensors that it is given, and its other arguments."""
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), _given)
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda read: _layout(read.meta.get("val")))
     return f"{node.target}{args}{kwargs or ''}"
 
 
-def _given(read: fx.Node) -> Any:
-    return _Given(read.meta.get("val"))
-
-
-@dataclass(frozen=True)
-class _Given:
-    value: object
-
-    def __repr__(self) -> str:
-        if isinstance(self.value, (list, tuple)):
-            return repr([_Given(each) for each in self.value])
-        if not isinstance(self.value, torch.Tensor):
-            return repr(self.value)
-        strides = "" if self.value.is_contiguous() else f":{self.value.stride()}"
-        return f"{self.value.dtype}{[*self.value.shape]}{strides}"
+def _layout(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [*map(_layout, value)]
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.dtype, [*value.shape], *(() if value.is_contiguous() else (value.stride(),))

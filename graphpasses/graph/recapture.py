@@ -107,7 +107,7 @@ class GuardedCache:
                 return step, tensors, given
             self._last = step
         else:
-            self._capture_for(batch, changed, next(filter(None, differences), _ELSEWHERE))
+            self._capture_for(batch, given, changed, next(filter(None, differences), _ELSEWHERE))
         return self._last, self._last.look(given), given
 
     def _difference(self, step: Step, batch: tuple[Any, ...], given: Sequence[Any], *, looks: bool) -> str | None:
@@ -132,10 +132,12 @@ class GuardedCache:
             found = step.update.difference()
         return found
 
-    def _capture_for(self, batch: tuple[Any, ...], changed: CaptureError | None, difference: str) -> None:
+    def _capture_for(
+        self, batch: tuple[Any, ...], given: Sequence[Any], changed: CaptureError | None, difference: str
+    ) -> None:
         """Captures a step for what ``changed``, or else for a ``difference``."""
         try:
-            self._capture(batch, difference if changed is None else str(changed))
+            self._capture(batch, given, difference if changed is None else str(changed))
         except AgreementError:
             raise
         except Exception as error:
@@ -144,7 +146,7 @@ class GuardedCache:
             failure = f"{changed}. It could not be captured again: {type(error).__name__}: {error}"
             raise type(changed)(failure) from error
 
-    def _capture(self, batch: tuple[Any, ...], difference: str) -> None:
+    def _capture(self, batch: tuple[Any, ...], given: Sequence[Any], difference: str) -> None:
         first, why = self._last, difference.partition(";")[0]
         if first.recapture is None:
             raise CaptureError(
@@ -155,7 +157,7 @@ class GuardedCache:
                 f"{difference}. The step was captured for {self._num_captured} such cases, and no more are kept"
                 f"{next((f'. {advice}' for decider, advice in _ADVICE.items() if decider in difference), '')}"
             )
-        step = self._captured_with_numbers(batch, self._first.batch_structure.leaves(batch))
+        step = self._captured_with_numbers(batch, given)
         self._num_captured += 1
         step.seconds, step.recapture = first.seconds, first.recapture
         step = self.rewritten(step, first.rewrites)
@@ -194,9 +196,8 @@ class GuardedCache:
         first = self._last
         elsewhere = FailedElsewhereError("another rank could not capture the step again; its message says why")
         together = partial(self.consensus.raised_together, elsewhere)
-        with together(), together() as traced_everywhere, torch.enable_grad():
-            again = partial(first.recapture, first.model, *batch, carried=carried, numbers=numbers)
-            return again(traced_everywhere=traced_everywhere)
+        with together(), together() as meet, torch.enable_grad():
+            return first.recapture(first.model, *batch, carried=carried, numbers=numbers, traced_everywhere=meet)
 
     def rewritten(self, step: Step, rewrites: Iterable[Callable[[Step], Step]]) -> Step:
         """Returns a step after rewrites; raises on all ranks if it launches different collectives on them."""

@@ -58,8 +58,9 @@ class Returned:
         others = {*self.losses, *self.plain}
         return tuple(path for path in self.structure.paths if path not in others)
 
-    def made_of(self, outputs: Sequence[GraphOutput], flat: Sequence[Any], loss: torch.Tensor) -> Any:
-        """Returns what ``loss_fn`` would, of the flat outputs of a graph and its loss."""
+    def made_of(self, outputs: Sequence[GraphOutput], flat: Sequence[Any]) -> Any:
+        """Returns what ``loss_fn`` would, of the flat outputs of a graph."""
+        loss = next(value for item, value in zip(outputs, flat, strict=True) if item.is_loss)
         if self.structure.kind is None:
             return loss
         named = zip(outputs, flat, strict=True)

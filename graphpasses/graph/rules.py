@@ -188,11 +188,10 @@ def _fixed_signature(checked: Verifier) -> Iterator[Broken]:
 def _gradient_like_parameter(checked: Verifier) -> Iterator[Broken]:
     """A gradient has the shape and the device of the parameter that gets it, and its dtype or ``grad_dtype``."""
     graph = checked.graph
-    values = graph.output_values
     stored = {fqn: placeholder.meta["val"] for fqn, placeholder in graph.parameter_placeholders()}
-    for fqn, slots in graph.gradient_slots().items():
-        for value in (values[slot] for slot in slots):
-            if fqn not in stored or value is None or value.meta.get("val") is None:
+    for fqn, found in graph.gradients().items():
+        for value in found.values():
+            if fqn not in stored or value.meta.get("val") is None:
                 continue
             dtype = graph.parameters[fqn].grad_dtype
             like = stored[fqn] if dtype is None else stored[fqn].to(dtype)

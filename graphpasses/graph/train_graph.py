@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,7 +19,6 @@ from graphpasses.errors import CaptureError
 from graphpasses.graph.kinds import GraphInput, GraphOutput, InputKind, OutputKind, Stage
 from graphpasses.graph.known_values import KnownValues, summary
 from graphpasses.graph.nodes import fake_value, find_collectives, read_constants, storages, views
-from graphpasses.graph.operator_seconds import OperatorSeconds
 from graphpasses.graph.parameters import ParameterInfo
 from graphpasses.identity import IdentityMap
 
@@ -56,9 +55,10 @@ class TrainGraph:
         timelines: orders of its nodes that a pass has played, which go to the pass's report.
         notes: what the capture or a pass has to say (a rewrite skipped, and why); the pipeline moves them to its
             report.
-        seconds: how long operators were measured to take; None if they were not, see
-            :func:`graphpasses.measure_operators`.
+        seconds: how long calls were measured to take, by :func:`~graphpasses.graph.operator_seconds.describe_call`;
+            None if they were not, see :func:`graphpasses.measure_operators`.
         update: what a captured step does with its gradients; None where it leaves them in ``parameter.grad``.
+        written: FQNs, and paths of batch leaves, of the inputs that a step that can be called writes in place.
         runs_as: what makes of the graph's module the one that runs, e.g. with compiled kernels in it; None runs the
             graph's operators. A proof leaves all open, unless its ``axiom`` is "exact kernels", which it names.
 
@@ -88,8 +88,9 @@ class TrainGraph:
     notes: list[str] = field(default_factory=list)
     timelines: list[DrawnTimeline] = field(default_factory=list, repr=False)
     update: Update | None = None
+    written: frozenset[str] = frozenset()
     runs_as: Callable[[fx.GraphModule], fx.GraphModule] | None = field(default=None, repr=False, compare=False)
-    seconds: OperatorSeconds | None = field(default=None, repr=False, compare=False)
+    seconds: Mapping[str, float] | None = field(default=None, repr=False, compare=False)
     # What its constants held when the first graph was copied with which it shares them; None if it is no copy.
     copied_constants: Mapping[str, Hashable] | None = field(default=None, repr=False, compare=False)
     _known: KnownValues = field(default_factory=KnownValues, init=False, compare=False)
@@ -123,6 +124,15 @@ class TrainGraph:
         """Replaces nodes among the flat output values, all at once: fx looks at every output for each of them."""
         self.graph.output_node().args = ([values.get(value, value) for value in self.output_values],)
 
+    def add_placeholder(self, item: GraphInput, name: str, value: Any) -> fx.Node:
+        """Adds a last input that carries ``value``, a fake one; returns its placeholder."""
+        with self.graph.inserting_after(self.placeholders[-1]):
+            node = self.graph.placeholder(re.sub(r"\W", "_", name))
+        node.target = node.name  # which fx makes unique; the generated code takes the target
+        node.meta["val"] = value
+        self.inputs += (item,)
+        return node
+
     def remove_inputs(self, indices: Iterable[int]) -> None:
         """Removes placeholders that nothing reads, by their positions in ``inputs``, and their entries there."""
         gone = set(indices)
@@ -145,6 +155,18 @@ class TrainGraph:
                 slots.setdefault(self.identity.canonical(item.fqn), []).append(index)
         return slots
 
+    def gradients(self) -> dict[str, dict[int, fx.Node]]:
+        """Returns, by canonical FQN, the nodes of its gradient by output position; of some there is none."""
+        values, slots = self.output_values, self.gradient_slots()
+        return {fqn: {i: values[i] for i in own if values[i] is not None} for fqn, own in slots.items()}
+
+    def note_updates(self, fqns: Collection[str]) -> None:
+        """Notes that the graph itself updates parameters by their gradients now, by canonical FQN."""
+        outputs = [*self.outputs]
+        for index in (index for fqn, slots in self.gradient_slots().items() if fqn in fqns for index in slots):
+            outputs[index] = replace(outputs[index], is_applied=True)
+        self.outputs, self.written = tuple(outputs), self.written.union(fqns)
+
     def applies(self, fqn: str) -> bool:
         """Whether the graph itself updates a parameter, where an output says so: else a call returns no gradient."""
         update = self.update
@@ -153,13 +175,9 @@ class TrainGraph:
     @property
     def without_gradient(self) -> frozenset[str]:
         """Canonical FQNs of the parameters that this step leaves without a gradient."""
-        values = self.output_values
-        slots = self.gradient_slots()
-        return frozenset(
-            fqn
-            for fqn in self.parameters
-            if not any(values[index] is not None or self.outputs[index].is_applied for index in slots.get(fqn, ()))
-        )
+        found, slots = self.gradients(), self.gradient_slots()
+        applied = {fqn for fqn, own in slots.items() if any(self.outputs[index].is_applied for index in own)}
+        return frozenset(fqn for fqn in self.parameters if not found.get(fqn) and fqn not in applied)
 
     def emit(
         self,
@@ -276,9 +294,6 @@ def add_update_input(graph: TrainGraph, item: GraphInput, node: fx.Node) -> fx.N
     mode = fake_mode_of([each.meta.get("val") for each in placeholders])
     assert mode is not None
     assert mode.shape_env is not None
-    with graph.graph.inserting_before(placeholders[-1].next):
-        made = graph.graph.placeholder(re.sub(r"\W", "_", f"{item.state}_of_{item.fqn}"))
-    graph.inputs += (item,)
     value = node.meta["val"]
     if isinstance(value, torch.Tensor):
         with mode:
@@ -287,5 +302,4 @@ def add_update_input(graph: TrainGraph, item: GraphInput, node: fx.Node) -> fx.N
         shape_env, is_float = mode.shape_env, isinstance(value, torch.SymFloat)
         with shape_env.ignore_fresh_unbacked_symbols():  # an input: no call brings it
             value = shape_env.create_unbacked_symfloat() if is_float else shape_env.create_unbacked_symint()
-    made.meta["val"] = value
-    return made
+    return graph.add_placeholder(item, f"{item.state}_of_{item.fqn}", value)

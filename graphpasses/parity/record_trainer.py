@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 from collections import ChainMap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -84,6 +84,7 @@ def recorded(
         (trainer, "train_step", train_step),
         (metrics, "log", log),
     )
+    eager = (buckets_of(part, config)[1] for part in parts)
     with ExitStack() as stack:
         recorder = stack.enter_context(
             ParityRecorder(
@@ -92,7 +93,7 @@ def recorded(
                 model=f"{config.model_spec.name.rpartition('/')[2]} {config.model_spec.flavor}",
                 seed=config.debug.seed,
                 topology=topology,
-                layouts=_eager_layout(parts, config),
+                layouts=_joined(eager) if all(map(read_groups, parts)) else None,
                 per_rank=[name for part in parts for name in _partial_buffers(part)],
                 overwrite=overwrite,
                 group=_stage_group(trainer.parallel_dims),
@@ -138,11 +139,6 @@ def _record_rewritten(
     layout = _joined(graph_layout(each) for _, each in stages.values())
     if layout is not None:
         recorder.record_layouts(layout)
-
-
-def _eager_layout(parts: Sequence[nn.Module], config: Any) -> Layout | None:
-    """Returns the layout of an eager trainer's reductions; a run can do without it."""
-    return _joined(buckets_of(part, config)[1] for part in parts) if all(map(read_groups, parts)) else None
 
 
 def _joined(layouts: Iterable[Layout]) -> Layout | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate, chain
 from typing import Any
 
@@ -77,7 +76,7 @@ class ModelStructure:
         hooks = gradient_hook_ids([tensor for slot in trainable if (tensor := tensors[slot]) is not None])
         hooked = {slot for slot, each in zip(trainable, hooks, strict=True) if each}
         if hooked and not calls_hooks:
-            raise _hook_error(next(fqn for fqn, slot in slots.items() if slot in hooked), "")
+            raise hook_error(next(fqn for fqn, slot in slots.items() if slot in hooked))
         return cls(modules, fqns, facts, names, slots, first, of_parameters, trainable, kinds, hooks, modes)
 
     def for_model(self, model: nn.Module, groups: Mapping[str, str]) -> ModelStructure:
@@ -126,7 +125,8 @@ class ModelStructure:
         for parameter, (slot, was) in zip(trained, self.trainable.items(), strict=True):
             if is_trained(parameter) != was:
                 raise changed(self._kind(slot), f"requires_grad={was}", not was, has=True)
-            check_gradient_hooks(partial(self._name, slot), parameter)
+            if (how := waiting_hook(parameter)) is not None:
+                raise hook_error(self._name(slot), how)
         if (hooks := gradient_hook_ids(trained)) != self.hooks:
             for slot, known, found in zip(self.trainable, self.hooks, hooks, strict=True):
                 if known != found:
@@ -176,16 +176,17 @@ def trained_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return trained | {fqn: buffer for fqn, buffer in buffers if is_trained(buffer)}
 
 
-def check_gradient_hooks(name: Callable[[], str], parameter: torch.Tensor) -> None:
-    """Raises if a hook that no trace calls waits for the gradient of a parameter, whose FQN is asked for then."""
+def waiting_hook(parameter: torch.Tensor) -> str | None:
+    """Says how a hook that no trace calls came to wait for the gradient of a parameter; None if none does."""
     if optimizers_in_backward(parameter) and not hooks_in_backward(parameter):
-        kind = " (apply_optimizer_in_backward(..., register_hook=False), for DistributedDataParallel)"
-        raise _hook_error(name(), kind)
+        return " (apply_optimizer_in_backward(..., register_hook=False), for DistributedDataParallel)"
     if is_tensor_subclass(parameter) and gradient_hooks(parameter):
-        raise _hook_error(name(), " (register_hook of a DTensor; take register_post_accumulate_grad_hook)")
+        return " (register_hook of a DTensor; take register_post_accumulate_grad_hook)"
+    return None
 
 
-def _hook_error(fqn: str, kind: str) -> CaptureError:
+def hook_error(fqn: str, kind: str = "") -> CaptureError:
+    """Returns the error of a parameter for whose gradient a hook waits, of some kind."""
     return CaptureError(
         f"a hook on parameter {fqn!r} waits for its gradient{kind}; a captured step does not call it. Remove it, and "
         "do after the step what it does"

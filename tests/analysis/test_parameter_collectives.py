@@ -188,3 +188,23 @@ def test_added_uses(loss_fn: Callable[..., torch.Tensor], num_uses: int) -> None
     assert len(uses) == num_uses
     order = {node: index for index, node in enumerate(gradient.graph.nodes)}
     assert uses == sorted(uses, key=order.__getitem__)
+
+
+def test_added_uses_of_a_long_loop() -> None:
+    """As those of a recurrent network's weight: more than Python's stack has room for."""
+    graph, num_uses = fx.Graph(), 2000
+    x = graph.placeholder("x")
+
+    def call(target: Any, args: tuple[fx.Node, ...], number: int) -> fx.Node:
+        node = graph.call_function(target, args)
+        node.meta.update(autograd_backward=True, seq_nr=number)
+        return node
+
+    uses = [call(torch.ops.aten.tanh.default, (x,), number) for number in range(num_uses)]
+    total = uses[0]
+    for number, use in enumerate(uses[1:], start=1):
+        total = call(torch.ops.aten.add.Tensor, (total, use), number)
+    assert added_uses(total) == [total]  # a sum that has a summand's number is one of its formula
+    for number, node in enumerate(graph.find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)):
+        node.meta["seq_nr"] = num_uses + number
+    assert added_uses(total) == uses

@@ -6,7 +6,7 @@ import torch
 
 from graphpasses.graph.certificate import Launch, find_unlike_launch
 from graphpasses.graph.nodes import freeze
-from graphpasses.graph.operator_seconds import OperatorSeconds
+from graphpasses.graph.operator_seconds import describe_call, seconds_by_call
 
 
 def test_keys_of_arguments() -> None:
@@ -67,4 +67,4 @@ def test_launches_in_other_groups_do_not_meet() -> None:
 
 def test_equal_calls_take_their_median() -> None:
     relu = torch.fx.symbolic_trace(lambda x: torch.ops.aten.relu(x)).graph.output_node().args[0]
-    assert OperatorSeconds.of([(relu, 1.0), (relu, 5.0), (relu, 2.0)]).get(relu) == 2.0
+    assert seconds_by_call([(relu, 1.0), (relu, 5.0), (relu, 2.0)]) == {describe_call(relu): 2.0}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import fx
 from graphpasses._torch.schemas import named_arguments
 from graphpasses.embedding.fused_update import FusedForm
 from graphpasses.fbgemm.names import load_fbgemm
-from graphpasses.graph import CapturedStep, GraphInput, InputKind, Stage, TrainGraph
+from graphpasses.graph import GraphInput, InputKind, Stage, TrainGraph
 from graphpasses.graph.nodes import last_reads
 from graphpasses.graph.train_graph import add_update_input
 from graphpasses.graph.update import Update
@@ -52,11 +52,11 @@ class TableUpdate:
     anchor: fx.Node  # the call after which nothing reads the table any more
 
 
-def _gradient_calls(total: Any) -> tuple[list[fx.Node], list[fx.Node]] | None:
+def _gradient_calls(total: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None:
     """Returns the calls whose results are added to a gradient, and those that add; None if it is made otherwise."""
     leaves: list[fx.Node] = []
     sums: list[fx.Node] = []
-    pending = [total]
+    pending: list[Any] = [total]
     while pending:
         node = pending.pop()
         if not isinstance(node, fx.Node):
@@ -98,12 +98,6 @@ def _read_lookup(node: fx.Node) -> Lookup | str:
     )
 
 
-def _why_not_table(value: torch.Tensor) -> str | None:
-    if value.device.type != "cpu" or value.dtype != torch.float32:
-        return f"it is {value.dtype} on {value.device}, and only torch.float32 on cpu is fused"
-    return None if value.is_contiguous() else "it is not contiguous"
-
-
 def _plan(graph: TrainGraph, update: Update) -> tuple[list[TableUpdate], dict[str, str]]:
     """Returns the tables whose updates are fused, and why others, that are looked up, are not."""
     plans: list[TableUpdate] = []
@@ -111,13 +105,14 @@ def _plan(graph: TrainGraph, update: Update) -> tuple[list[TableUpdate], dict[st
     placeholders: dict[str, list[fx.Node]] = {}
     for fqn, node in graph.parameter_placeholders():
         placeholders.setdefault(fqn, []).append(node)
-    values, slots = graph.output_values, graph.gradient_slots()
+    gradients = graph.gradients()
     for fqn in update.gradients:
-        found = [slot for slot in slots.get(fqn, ()) if values[slot] is not None]
-        calls = _gradient_calls(values[found[0]]) if len(found) == 1 else None
-        if calls is None:
+        if len(found := gradients.get(fqn, {})) != 1:
             continue
-        made = _plan_table(update, fqn, placeholders[fqn], found[0], calls)
+        ((slot, gradient),) = found.items()
+        if (calls := _gradient_calls(gradient)) is None:
+            continue
+        made = _plan_table(update, fqn, placeholders[fqn], slot, calls)
         if isinstance(made, str):
             left_alone[fqn] = made
         else:
@@ -134,8 +129,11 @@ def _plan_table(
     if len(placeholders) > 1:
         return "it is read under several names; run deduplicate-shared"
     (table,) = placeholders
-    if (reason := _why_not_table(table.meta["val"])) is not None:
-        return reason
+    value: torch.Tensor = table.meta["val"]
+    if value.device.type != "cpu" or value.dtype != torch.float32:
+        return f"it is {value.dtype} on {value.device}, and only torch.float32 on cpu is fused"
+    if not value.is_contiguous():
+        return "it is not contiguous"
     group = next(index for index, names in enumerate(update.facts.groups) if fqn in names)
     optimizer, options = update.optimizers.groups[group]
     form = FusedForm.of_options(type(optimizer), options)
@@ -187,10 +185,7 @@ def _apply(graph: TrainGraph, update: Update, plans: list[TableUpdate]) -> None:
         graph.set_output(plan.slot, None)
         for node in (*plan.sums, *(lookup.node for lookup in plan.lookups)):  # a sum before what it adds
             graph.graph.erase_node(node)
-    slots = {plan.slot for plan in plans}
-    graph.outputs = tuple(
-        replace(item, is_applied=True) if index in slots else item for index, item in enumerate(graph.outputs)
-    )
+    graph.note_updates([plan.fqn for plan in plans])
 
 
 @dataclass(frozen=True)
@@ -258,6 +253,4 @@ class FuseTableUpdates(GraphPass):
         fqns = [plan.fqn for plan in plans]
         _apply(graph, update, plans)
         graph.update = update.without(fqns, without, {plan.group for plan in plans})
-        if isinstance(graph, CapturedStep):
-            graph.written |= frozenset(fqns)
         return len(plans)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping
@@ -132,7 +131,7 @@ def _end_of(launch: fx.Node) -> fx.Node:
 
 def _num_bytes(launch: fx.Node) -> int:
     value: torch.Tensor = launch.meta["val"]
-    return math.prod(example_size(size)[0] for size in value.shape) * value.dtype.itemsize
+    return example_size(value.numel())[0] * value.dtype.itemsize
 
 
 def _place(graph: fx.Graph, ahead: list[fx.Node], meanwhile: Mapping[fx.Node, list[fx.Node]]) -> None:

@@ -26,7 +26,7 @@ from graphpasses.graph import WAIT, TrainGraph, argument, is_collective, wait_of
 from graphpasses.graph.nodes import collective_group, freeze, reach, storages
 from graphpasses.passes.fsdp._packing import SPLIT_COPY, emit_packed_gather
 from graphpasses.passes.fsdp._timeline import Costs, Held, held_after, is_name, readers_of
-from graphpasses.passes.fsdp.prefetch_collectives import unpack_chain
+from graphpasses.passes.fsdp.prefetch_collectives import MovableReduction, movable_reduction
 
 aten = torch.ops.aten
 
@@ -46,18 +46,6 @@ class MovableGather:
     unpacked: float  # seconds
     # Where this brings what an earlier gather brought: nodes of that one, each with its equal among these.
     again: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
-class MovableReduction:
-    """A reduction of gradients, which may be launched when they are there, and waited for at any time after that."""
-
-    launch: tuple[fx.Node, ...]
-    arrive: tuple[fx.Node, ...]  # the wait, and what makes gradients of what has arrived
-    group: object
-    sent: float
-    num_bytes: int  # of what is reduced
-    then: tuple[MovableReduction, ...] = ()  # HSDP's all-reduces of the result
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +82,7 @@ class Moves:
             is_usable = split.whole in found
             self.parts[split] = [self._part(each, split, found[split.whole]) for each in parts] if is_usable else []
         self.gathers = [*found.values()]
-        self.reductions = [*_find_reductions(self.nodes, costs)]
+        self.reductions = [*_find_reductions(self.nodes)]
 
     @staticmethod
     def _part(part: MovableGather, split: Split, whole: MovableGather) -> MovableGather:
@@ -239,33 +227,14 @@ def _is_unpacking(node: fx.Node) -> bool:
     return (is_name(node) or node.target == SPLIT_COPY) and len(node.all_input_nodes) == 1
 
 
-def _find_reductions(nodes: Iterable[fx.Node], costs: Costs) -> Iterator[MovableReduction]:
+def _find_reductions(nodes: Iterable[fx.Node]) -> Iterator[MovableReduction]:
     """Yields the reductions whose results the step does not compute with."""
     seen: set[fx.Node] = set()
     for node in nodes:
-        if node.target in REDUCE_SCATTERS | ALL_REDUCES and node not in seen:
-            found = _reduction(node, costs)
-            if found is not None:
-                seen.update(each.launch[-1] for each in found.then)
-                yield found
-
-
-def _reduction(launch: fx.Node, costs: Costs) -> MovableReduction | None:
-    chain = unpack_chain(wait_of(launch))
-    if chain is None:
-        return None
-    following = [node for node in chain if node.target in ALL_REDUCES]
-    then = [each for node in following if (each := _reduction(node, costs)) is not None]
-    if len(then) < len(following):
-        return None
-    return MovableReduction(
-        (launch,),
-        tuple(node for node in chain if node not in following),
-        collective_group(launch),
-        costs.sent(launch),
-        int(argument(launch).meta["val"].nbytes),
-        tuple(then),
-    )
+        is_new = node.target in REDUCE_SCATTERS | ALL_REDUCES and node not in seen
+        if is_new and (found := movable_reduction(node)) is not None:
+            seen.update(each.launch[0] for each in found.then)
+            yield found
 
 
 def add_splits(graph: TrainGraph, costs: Costs) -> list[Split]:

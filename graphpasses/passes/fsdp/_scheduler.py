@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from graphpasses.passes.fsdp._moves import MovableGather, MovableReduction, Program
+from graphpasses.passes.fsdp._moves import MovableGather, Program
 from graphpasses.passes.fsdp._timeline import Costs, Timeline
+from graphpasses.passes.fsdp.prefetch_collectives import MovableReduction
 
 # A collective is launched when the one before it has less than this share of its own time left: launched later, the
 # wire may stand idle where operators take less time than was measured; earlier, it cannot give way to another.
@@ -39,7 +40,7 @@ class _Player:
     def __init__(
         self, program: Program, costs: Costs, num_reducing: int, limit: float | None = None, needs: Sequence[int] = ()
     ) -> None:
-        self._program, self._latest = program, _latest_starts(program)
+        self._program, self._costs, self._latest = program, costs, _latest_starts(program)
         self._limit, self._num_reducing, self._needs = limit, num_reducing, needs
         self._timeline = Timeline(costs, program.held)
         self._emitted: set[fx.Node] = set()
@@ -92,7 +93,7 @@ class _Player:
         """Launches what may be sent until each wire is busy until a moment, and a little longer."""
         for group in {**self._gathers, **self._ready}:
             while (chosen := self._choose(group)) is not None:
-                if self._timeline.free[group] > busy + _AHEAD * chosen.sent:
+                if self._timeline.free[group] > busy + _AHEAD * self._costs.sent(chosen.launch[-1]):
                     break
                 if isinstance(chosen, MovableGather):
                     self._launch_gather(group)
@@ -106,8 +107,9 @@ class _Player:
         if gather is None or reduction is None:
             return gather or reduction
         now = self._timeline.now
-        start, stalled = max(self._timeline.free[group], now), now - self._timeline.compute
-        return gather if start + reduction.sent > self._latest[gather].start + stalled else reduction
+        end = max(self._timeline.free[group], now) + self._costs.sent(reduction.launch[0])
+        stalled = now - self._timeline.compute
+        return gather if end > self._latest[gather].start + stalled else reduction
 
     def _has_room(self, gather: MovableGather) -> bool:
         if self._limit is None:

@@ -15,6 +15,7 @@ from graphpasses._torch.schemas import is_operator
 from graphpasses.fsdp.traffic import collective_transfer, operator_cost
 from graphpasses.graph import WAIT, TrainGraph, is_collective
 from graphpasses.graph.nodes import SAME_TENSOR_OPS, collective_group, reach
+from graphpasses.graph.operator_seconds import describe_call
 from graphpasses.graph.pass_report import Span
 from graphpasses.scale import Wire
 
@@ -46,7 +47,7 @@ class Costs:
     def _of_call(self, node: fx.Node) -> float | None:
         if self._measured is None or node.op != "call_function" or not is_operator(node.target):
             return None
-        return self._measured.get(node)
+        return self._measured.get(describe_call(node))
 
     def _seconds(self, node: fx.Node) -> float:
         is_call = node.op == "call_function" and is_operator(node.target)

@@ -16,6 +16,7 @@ from graphpasses.analysis.parameter_collectives import (
     find_grad_reductions,
     find_unshards,
     movable,
+    readers_inside,
 )
 from graphpasses.errors import LayoutError, UnsupportedError
 from graphpasses.fsdp.graph_layout import graph_layout
@@ -120,9 +121,7 @@ def _notes(
 
 def _refuse_inner_readers(reduces: Iterable[_Reduce]) -> None:
     for reduction in (reduction for reductions, _ in reduces for reduction in reductions):
-        chain = (reduction.wait, *reduction.tail)
-        readers = {user for node in chain for user in node.users} - set(chain)
-        if inner := [user for user in readers if user.op != "output"]:
+        if inner := readers_inside(reduction.reduced):
             raise UnsupportedError(
                 f"the reduced gradient of {reduction.fqn!r} is read inside the step by {inner[0].name}; its "
                 "reduction cannot wait for its bucket. Move that computation out of the captured step"

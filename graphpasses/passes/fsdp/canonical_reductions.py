@@ -146,8 +146,8 @@ class CanonicalReductions(GraphPass):
         found = {node: [fqn for fqn, _ in parts.values()] for node, parts in reduced_parts(graph).items()}
         _check(graph, found)
         reductions = {node: fqns for node, fqns in found.items() if node.target in (REDUCE_SCATTER, ALL_REDUCE)}
-        outputs = [graph.output_values[slot] for slots in graph.gradient_slots().values() for slot in slots]
-        dtypes = {node: node.meta["val"].dtype for node in outputs if node is not None}
+        gradients = [node for found in graph.gradients().values() for node in found.values()]
+        dtypes = {node: node.meta["val"].dtype for node in gradients}
         stale = set[fx.Node]()  # what has another dtype now
         for node in list(graph.graph.nodes):
             if node in stale:

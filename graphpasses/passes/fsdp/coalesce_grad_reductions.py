@@ -16,7 +16,7 @@ from graphpasses.analysis.parameter_collectives import (
     find_grad_reductions,
     gradient_summands,
     is_add,
-    is_read_inside,
+    readers_inside,
 )
 from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.plan import BucketPlan
@@ -75,13 +75,11 @@ def _plan(graph: TrainGraph, accumulated: frozenset[str]) -> tuple[list[_Coalesc
 
 def _reduced_together(graph: TrainGraph, accumulated: frozenset[str]) -> Iterator[tuple[str, list[int], bool]]:
     """Yields FQNs and gradient outputs that eager reduces as one, and whether it adds them after their cast."""
-    values = graph.output_values
-    for fqn, slots in graph.gradient_slots().items():
+    for fqn, found in graph.gradients().items():
         by_cast: dict[bool, list[int]] = {}
-        for slot in slots:
-            if values[slot] is not None:
-                after_cast = not accumulated.isdisjoint((fqn, graph.outputs[slot].fqn))
-                by_cast.setdefault(after_cast, []).append(slot)
+        for slot in found:
+            after_cast = not accumulated.isdisjoint((fqn, graph.outputs[slot].fqn))
+            by_cast.setdefault(after_cast, []).append(slot)
         for after_cast, together in by_cast.items():
             yield fqn, together, after_cast
 
@@ -102,7 +100,7 @@ def _reject_reason(
     }
     if len(facts) > 1:
         return "their dtypes, ops or process groups differ"
-    if any(is_read_inside(values[slot]) for slot in slots):
+    if any(readers_inside(values[slot]) for slot in slots):
         return "a reduced gradient is read inside the step"
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -9,8 +10,8 @@ from torch import fx
 
 from graphpasses.analysis.parameter_collectives import ALL_REDUCES, REDUCE_SCATTERS, find_gathers, movable
 from graphpasses.fsdp.graph_layout import UNPACK_OPS
-from graphpasses.graph import WAIT, Stage, TrainGraph, is_collective, wait_of
-from graphpasses.graph.nodes import reach
+from graphpasses.graph import WAIT, Stage, TrainGraph, argument, is_collective, wait_of
+from graphpasses.graph.nodes import collective_group, reach
 from graphpasses.passes.runner import GraphPass, Numerics
 
 
@@ -20,13 +21,33 @@ def places(graph: TrainGraph) -> dict[fx.Node, int]:
     return {node: index for index, node in nodes if is_collective(node) or node.target == WAIT}
 
 
-def unpack_chain(wait: fx.Node) -> list[fx.Node] | None:
-    """Returns ``wait`` and what unpacks it, up to an HSDP all-reduce; None if the step computes with it."""
-    found = reach([wait], lambda node: node.users if node.target in UNPACK_OPS else ())
-    chain = [node for node in found if node.op != "output"]
-    if any(node.target not in UNPACK_OPS | ALL_REDUCES for node in chain):
+@dataclass(eq=False)
+class MovableReduction:
+    """A reduction of gradients, which may be launched when they are there, and waited for at any time after that."""
+
+    launch: tuple[fx.Node]
+    arrive: tuple[fx.Node, ...]  # the wait, and what makes gradients of what has arrived
+    then: tuple[MovableReduction, ...]  # HSDP's all-reduces of the result
+
+    @property
+    def group(self) -> object:
+        return collective_group(self.launch[0])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what is reduced."""
+        return int(argument(self.launch[0]).meta["val"].nbytes)
+
+
+def movable_reduction(launch: fx.Node) -> MovableReduction | None:
+    """Returns a reduction; None if the step computes with its result."""
+    found = reach([wait_of(launch)], lambda node: node.users if node.target in UNPACK_OPS else ())
+    chain = sorted(node for node in found if node.op != "output")
+    then = [movable_reduction(node) for node in chain if node.target in ALL_REDUCES]
+    if None in then or any(node.target not in UNPACK_OPS | ALL_REDUCES for node in chain):
         return None
-    return sorted(chain)
+    arrive = tuple(node for node in chain if node.target not in ALL_REDUCES)
+    return MovableReduction((launch,), arrive, tuple(filter(None, then)))
 
 
 @dataclass(frozen=True)
@@ -81,23 +102,15 @@ class PrefetchCollectives(GraphPass):
             for node in following.chain:
                 if node > current.wait:
                     current.wait.prepend(node)
-        reduce_scatters = [node for node in before if node.target in REDUCE_SCATTERS]
-        _wait_late(reduce_scatters, graph.graph.output_node())
+        reductions = (movable_reduction(node) for node in before if node.target in REDUCE_SCATTERS)
+        _wait_late([each for each in reductions if each is not None], graph.graph.output_node())
         return sum(before[node] != index for node, index in places(graph).items())
 
 
-def _wait_late(reduce_scatters: list[fx.Node], output: fx.Node) -> None:
-    launches: list[fx.Node] = []
-    tails: list[tuple[list[fx.Node], list[list[fx.Node]]]] = []
-    for reduce_scatter in reduce_scatters:
-        chain = unpack_chain(wait_of(reduce_scatter))
-        all_reduces = [node for node in chain or () if node.target in ALL_REDUCES]
-        late = [unpack_chain(wait_of(node)) for node in all_reduces]
-        if chain is not None and None not in late:
-            launches.append(reduce_scatter)
-            tails.append((chain, [tail for tail in late if tail is not None]))
-    points = [*launches[1:], output, output]
-    for index, (chain, late_chains) in enumerate(tails):
-        for point, moved in [(points[index], chain), *((points[index + 1], tail) for tail in late_chains)]:
-            for node in moved:
-                point.prepend(node)
+def _wait_late(reductions: Sequence[MovableReduction], output: fx.Node) -> None:
+    points = [*(each.launch[0] for each in reductions[1:]), output, output]
+    for reduction, (point, next_point) in zip(reductions, pairwise(points), strict=False):  # of none there is a pair
+        for node in sorted([*reduction.arrive, *(each.launch[0] for each in reduction.then)]):
+            point.prepend(node)
+        for node in (node for each in reduction.then for node in each.arrive):
+            next_point.prepend(node)

@@ -6,14 +6,14 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
 
 from graphpasses.analysis.effects import is_elementwise_on_lists, is_written, written_inputs
-from graphpasses.graph import CapturedStep, InputKind, OutputKind, Stage, TrainGraph
+from graphpasses.graph import InputKind, OutputKind, Stage, TrainGraph
 from graphpasses.graph.nodes import last_reads, storages
 from graphpasses.graph.train_graph import add_update_input
 from graphpasses.graph.update import Update
@@ -55,15 +55,6 @@ def _owner(values: Sequence[Any], owners: Mapping[fx.Node, Any]) -> Any:
     """Returns the parameter that values belong to; None: to none, ``...``: to several."""
     found = {owners[value] for value in values if isinstance(value, fx.Node)} - {None}
     return ... if len(found) > 1 else next(iter(found), None)
-
-
-def _gradients(graph: TrainGraph) -> Nodes:
-    values = graph.output_values
-    found = {
-        fqn: [values[slot] for slot in slots if values[slot] is not None]
-        for fqn, slots in graph.gradient_slots().items()
-    }
-    return {fqn: nodes[0] for fqn, nodes in found.items() if len(nodes) == 1}
 
 
 def _reject_reason(graph: TrainGraph, update: Update, stored: Nodes, gradients: Nodes) -> str:
@@ -278,7 +269,9 @@ class UpdateInBackward(GraphPass):
         update = graph.update
         if update is None or update.is_in_step:
             return 0
-        stored, gradients = dict(graph.parameter_placeholders()), _gradients(graph)
+        stored = dict(graph.parameter_placeholders())
+        found = {fqn: [*nodes.values()] for fqn, nodes in graph.gradients().items()}
+        gradients: Nodes = {fqn: nodes[0] for fqn, nodes in found.items() if len(nodes) == 1}
         if reason := _reject_reason(graph, update, stored, gradients):
             graph.note(f"parameters are updated after the backward: {reason}")
             return 0
@@ -290,14 +283,6 @@ class UpdateInBackward(GraphPass):
         emitter = _Emitter(graph, update, owners, _add_inputs(graph, update, stored, gradients))
         for fqns, anchor in groups:
             emitter.emit(fqns, anchor)
-        updated = frozenset(gradients)
-        graph.outputs = tuple(
-            replace(item, is_applied=True)
-            if item.is_gradient and graph.identity.canonical(item.fqn) in updated
-            else item
-            for item in graph.outputs
-        )
-        if isinstance(graph, CapturedStep):
-            graph.written |= updated
+        graph.note_updates(gradients)
         graph.update = update.moved_into(without)
         return len(groups)

@@ -20,7 +20,7 @@ from graphpasses.fsdp import BucketPlan, Reduction
 from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.fsdp.layout import BucketLayout
 from graphpasses.graph import WAIT, TrainGraph, is_collective
-from graphpasses.graph.operator_seconds import OperatorSeconds
+from graphpasses.graph.operator_seconds import seconds_by_call
 from graphpasses.graph.pass_report import PassReport
 from graphpasses.passes import (
     BucketFSDPCollectives,
@@ -212,7 +212,7 @@ def test_measured_seconds_decide() -> None:
     with on_fake_ranks(model()) as captured:
         graph = bucketed(captured)
         fast = run(graph, 10**6)
-        graph.seconds = OperatorSeconds.of(
+        graph.seconds = seconds_by_call(
             (node, 1.0) for node in graph.graph.nodes if node.target != WAIT and not is_collective(node)
         )
         slow = run(graph, 10**6)

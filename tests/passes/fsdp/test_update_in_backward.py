@@ -137,6 +137,30 @@ def test_numbers_that_become_tensors() -> None:
     assert all(map(same_bits, model.parameters(), eager.parameters()))
 
 
+def test_parameters_whose_names_differ_by_a_dot_alone() -> None:
+    """Their states are inputs of one name, but for what makes it unique."""
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.a_weight = nn.Linear(4, 4, bias=False), nn.Parameter(torch.ones(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.a(x) @ self.a_weight
+
+    model, eager = Named(), Named()
+    num_parts, _, step = run(capture(model, AdamW(model.parameters(), 0.1)))
+    assert num_parts == 2
+    theirs = AdamW(eager.parameters(), 0.1)
+    for _ in range(3):
+        step(X)
+        loss_fn(eager, X).backward()
+        theirs.step()
+        theirs.zero_grad()
+    assert all(map(same_bits, model.parameters(), eager.parameters()))
+
+
 def test_steps_without_an_optimizer_stay() -> None:
     num_parts, notes, _ = run(capture_train_step(loss_fn, build(), X))
     assert (num_parts, notes) == (0, ())
