@@ -27,7 +27,8 @@ from graphpasses._torch.storage import memories
 from graphpasses._torch.symbols import is_read_number
 from graphpasses.capture.traced_lines import is_traced_code, line_of, user_line
 from graphpasses.errors import CaptureError, GraphPassesError
-from graphpasses.identity import walk_modules
+from graphpasses.graph.batch import unlike_others
+from graphpasses.identity import named_state, walk_modules
 from graphpasses.state.model import hook_error, is_trained, trained_state, waiting_hook
 from graphpasses.state.slots import FIRST_CALL
 
@@ -75,6 +76,11 @@ def refuse_model(model: nn.Module) -> None:
         if nn.parameter.is_lazy(parameter):
             raise CaptureError(
                 f"parameter {fqn!r} is of a lazy module, and has no shape yet; run the model once before"
+            )
+    for fqn, tensor in named_state(model):
+        if (kind := unlike_others(tensor)) is not None:
+            raise CaptureError(
+                f"parameter or buffer {fqn!r} is a {kind} tensor, which cannot be traced; keep a plain one"
             )
     for fqn, tensor in trained_state(model).items():
         if (kind := waiting_hook(tensor)) is not None:

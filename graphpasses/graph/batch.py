@@ -98,10 +98,17 @@ def check_leaf(path: str, leaf: Any) -> None:
         raise BatchMismatchError(
             f"{path} has an attribute {own[0]!r}, which a captured step would not read; give it in the batch"
         )
+    if (kind := unlike_others(leaf)) is not None:
+        raise BatchMismatchError(f"{path} is a {kind} tensor; pass plain tensors in the batch")
     if leaf.layout is not torch.strided:
         raise BatchMismatchError(
             f"{path} has layout {leaf.layout}; pass dense tensors, and make others of them in loss_fn"
         )
+
+
+def unlike_others(tensor: torch.Tensor) -> str | None:
+    """Returns what a tensor is that has no fake one though its layout is that of others, or None."""
+    return "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else None
 
 
 def check_memory(written: Iterable[tuple[str, Any]], leaves: Iterable[tuple[str, Any]]) -> None:

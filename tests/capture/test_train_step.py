@@ -244,6 +244,13 @@ def test_a_lazy_module() -> None:
     assert refusal(mean_square, nn.LazyLinear(2)) == message
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize")
+def test_a_quantized_buffer() -> None:
+    (model := nn.Linear(3, 2)).register_buffer("scale", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
+    message = "parameter or buffer 'scale' is a quantized tensor, which cannot be traced; keep a plain one"
+    assert refusal(mean_square, model) == message
+
+
 def test_buffer_on_meta_that_is_not_saved() -> None:
     model = nn.Linear(3, 2)
     model.register_buffer("scale", torch.ones(2, device="meta"), persistent=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -123,6 +124,17 @@ def test_tensors_that_are_not_taken(leaf: torch.Tensor, message: str) -> None:
     assert str(caught.value) == message
     step = capture_train_step(lambda model, x: model(x).sum(), nn.Linear(4, 1), X, recapture=False)
     assert refused(step, leaf) == message
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize", "ignore:The PyTorch API of nested tensors")
+def test_nested_and_quantized_tensors() -> None:
+    step = capture_train_step(lambda model, x: model(x).sum(), nn.Linear(4, 1), X)
+    for leaf in (torch.nested.nested_tensor([X]), torch.quantize_per_tensor(X, 0.1, 0, torch.qint8)):
+        kind = "nested" if leaf.is_nested else "quantized"
+        message = f"batch[0] is a {kind} tensor; pass plain tensors in the batch"
+        assert refused(step, leaf) == message
+        with pytest.raises(BatchMismatchError, match=re.escape(message)):
+            capture_train_step(lambda model, x: model(x).sum(), nn.Linear(4, 1), leaf)
 
 
 @pytest.mark.parametrize("leaf", [X[:1].expand(2, 4), X.t().contiguous().t(), torch.zeros(2, 8)[:, ::2]])
