@@ -101,11 +101,12 @@ class OperatorCalls(OperatorRecorder):  # type: ignore[no-untyped-call]
             results = func(*args, **kwargs)
             self._trace_origins(func, args, kwargs, results, None if is_left_out else FORMULA)
             return results
-        inputs: Any = map(self._facts, facts.arguments(func, args, kwargs))
-        if func is LIFT_FRESH and facts.is_traced_number(self.calls):  # in eager Python makes it
+        if func is not LIFT_FRESH:
+            inputs = tuple(map(self._facts, facts.arguments(func, args, kwargs)))
+        elif facts.is_traced_number(self.calls):  # in eager Python makes it
             self.calls.pop()
             inputs = ((None,),)
-        elif func is LIFT_FRESH:
+        else:
             inputs = (facts.numbers_of(args[0]),)
         results = func(*args, **kwargs)
         self._trace_origins(func, args, kwargs, results, len(self.calls))
@@ -114,7 +115,7 @@ class OperatorCalls(OperatorRecorder):  # type: ignore[no-untyped-call]
             operator = operator.replace("_.", ".", 1)
             self._made(args[0], (len(self.calls), 0))  # whoever reads this memory again reads something else
         flat = results if isinstance(results, (tuple, list)) else (results,)
-        self.calls.append(Operator(operator, where, tuple(inputs), tuple(map(self._facts, flat))))
+        self.calls.append(Operator(operator, where, inputs, tuple(map(self._facts, flat))))
         if (found := facts.one_hot(self.calls)) is not None:
             ids, num_calls = found
             del self.calls[-num_calls:]

@@ -57,7 +57,7 @@ class Trace:
     """What tracing a step brought; what a trace of it brings itself, of several, which are alike, is the last's."""
 
     reads: Reads  # what the user's code read from outside
-    draws: Sequence[Draw] = ()  # numbers that it draws from Python's and NumPy's generators
+    draws: Sequence[Draw] | None = None  # what it draws from Python's and NumPy's generators; of the first trace
     seeds: list[str] = field(default_factory=list)  # the calls of ``loss_fn`` that seeded torch's generator
     held: set[str] = field(default_factory=set)  # FQNs of what the user's code also read by references of its own
     result: TracedFunction = field(init=False)  # the graph, and what its inputs and outputs are
@@ -148,8 +148,9 @@ def trace_step(
             refusals.texts_refused(),
             communication_traced(model, copies=copies) as reductions,
             held_traced(state, dict(named_state(model)), trace.held),
-            draws_traced(carried.draws, drawn := []) as trace.draws,
+            draws_traced(carried.draws, drawn := []) as draws,
         ):
+            trace.draws = draws if trace.draws is None else trace.draws
             reductions.filled = order
             drawn += carried.write_traced(numbers)
             given = [*structure.inputs(given, torch.Tensor.item)]
@@ -255,8 +256,13 @@ def trace_step(
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
         carried.put_back(before)
         reads.look_again(carried.places)
-    if trace.draws and not carried.draws:
-        raise DrawnError(*trace.draws)
+    if (draws := tuple(trace.draws or ())) != carried.draws:
+        if carried.draws:
+            raise CaptureError(
+                f"loss_fn calls {[each.name for each in draws]} where it is traced again, and called "
+                f"{[each.name for each in carried.draws]} before; draw these numbers before the step"
+            )
+        raise DrawnError(*draws)
     trace.calls, trace.guards = records[0].calls, decisions.guards
     # The later trace goes on where the first ended.
     trace.left_values = replace(all_left[0], values=all_left[0].values | all_left[-1].values)

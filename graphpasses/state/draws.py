@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 from unittest import mock
 
@@ -82,13 +84,18 @@ def torch_draws_undone() -> Iterator[None]:
 def draws_traced(draws: Sequence[Draw], numbers: Sequence[Any]) -> Iterator[list[Draw]]:
     """Lets code get traced ``numbers`` in place of those that it drew before; yields what it draws now.
 
-    Without any, it draws. Other calls, as of arrays, draw in any case, which is refused elsewhere.
+    Without any, it draws. So do torch's own code and other threads, and calls that bring no number, as an array, or
+    are given what only running tells, which is refused elsewhere.
     """
     found: list[Draw] = []
+    thread = get_ident()
 
     def drawing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not (key := key_of((args, kwargs))).is_plain:
+            frame = inspect.currentframe()
+            caller = frame and frame.f_back
+            is_torchs = caller and caller.f_globals.get("__name__", "").partition(".")[0] == "torch"
+            if is_torchs or get_ident() != thread or not (key := key_of((args, kwargs))).is_plain:
                 return function(*args, **kwargs)
             now = Draw(name, function, str(key), *copy.deepcopy((args, kwargs)))
             if len(found) < len(draws) and draws[len(found)] == now:
@@ -112,9 +119,9 @@ def draws_traced(draws: Sequence[Draw], numbers: Sequence[Any]) -> Iterator[list
 
 def _generators() -> Iterator[tuple[Any, Any]]:
     """Yields the modules whose functions draw from a generator of their own, and that."""
-    yield random, random.random.__self__  # type: ignore[attr-defined]
+    yield random, random.getstate.__self__  # type: ignore[attr-defined]
     if (numpy := sys.modules.get("numpy")) is not None:
-        yield numpy.random, numpy.random.rand.__self__
+        yield numpy.random, numpy.random.get_state.__self__
 
 
 _STATES = {"seed", "getstate", "setstate", "get_state", "set_state"}
