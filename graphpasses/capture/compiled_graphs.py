@@ -91,7 +91,7 @@ def read_aot_graph(
         module=module,
         inputs=tuple(inputs),
         outputs=tuple(outputs),
-        model=model() or nn.Module(),
+        model=nn.Module() if (found := model()) is None else found,  # whose length nobody asks for
         stage=stage,
         fixed_signature=True,
         **of_model,

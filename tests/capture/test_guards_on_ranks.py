@@ -112,12 +112,13 @@ def decide_alone() -> list[Any]:
 
 def fail_alone() -> str:
     """What rank 1 would be captured for is refused."""
+    generator = torch.Generator()
 
     def failing(model: nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         loss = loss_fn(model, x, mask)
         if mask.all():
             return loss
-        return loss * 2 if dist.get_rank() != 1 or torch.rand([]) > 0.5 else loss
+        return loss * 2 if dist.get_rank() != 1 or torch.rand([], generator=generator) > 0.5 else loss
 
     model, _ = models()
     step = capture_train_step(failing, model, *batch(0, is_full=True))

@@ -386,3 +386,9 @@ def test_hooks_that_come_and_go() -> None:
     assert torch.equal(compiled(x), net(x))
     hook.remove()
     assert torch.equal(compiled(x), net(x))
+
+
+def test_a_module_that_runs_eagerly_inside() -> None:
+    loss = torch.compiler.disable(nn.MSELoss())
+    compiled = graphpasses.compile(lambda x: loss(x.sin(), x), inner="aot_eager")
+    assert torch.equal(compiled(x := torch.ones(2, requires_grad=True)), loss(x.sin(), x))
