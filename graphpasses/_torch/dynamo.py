@@ -68,6 +68,8 @@ _SETTINGS = {
     # Beyond the limit one rank would run it eagerly, and launch other collectives than the others.
     "recompile_limit": 128,
     "fail_on_recompile_limit_hit": True,
+    # Fake results whose sizes are symbols are seldom found again: to look for them takes a tenth of the first call.
+    "fake_tensor_cache_enabled": False,
 }
 
 # A key-jagged tensor's number of samples, which it keeps as a Python number.
