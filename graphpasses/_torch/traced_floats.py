@@ -172,19 +172,21 @@ def _choosing(choose: Callable[..., Any], of_torch: Callable[[Any, Any], Any]) -
         if kwargs or not args:
             return choose(*args, **kwargs)
         each = args if len(args) > 1 else tuple(args[0])
-        is_read = any(map(_is_read, each)) and not any(isinstance(value, torch.Tensor) for value in each)
-        return functools.reduce(of_two, each) if is_read else choose(each)
+        is_users = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] != "torch"
+        is_read = any(_is_read(value, sizes=is_users) for value in each)
+        is_traced = is_read and not any(isinstance(value, torch.Tensor) for value in each)
+        return functools.reduce(of_two, each) if is_traced else choose(each)
 
     return run
 
 
-def _is_read(value: Any) -> bool:
-    """Whether a value is a number of a tensor, or follows from one; not from a size that only running tells."""
+def _is_read(value: Any, *, sizes: bool = False) -> bool:
+    """Whether a value is a number of a tensor, or follows from one; of ``sizes`` that only running tells, too."""
     if not isinstance(value, (torch.SymFloat, torch.SymInt)):
         return False
-    symbols, sizes = value.node.expr.free_symbols, value.node.shape_env.size_like
+    symbols, are_sizes = value.node.expr.free_symbols, value.node.shape_env.size_like
     kinds = SymT.UNBACKED_FLOAT, SymT.UNBACKED_INT
-    return bool(symbols) and all(symbol_is_type(each, kinds) and each not in sizes for each in symbols)
+    return bool(symbols) and all(symbol_is_type(each, kinds) and (sizes or each not in are_sizes) for each in symbols)
 
 
 @contextmanager
