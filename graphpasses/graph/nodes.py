@@ -145,7 +145,7 @@ def named_call(node: fx.Node) -> str:
 
 def source_line(node: fx.Node) -> str:
     """Returns the line of the user's program from which a call comes, none of torch's own; empty if none is known."""
-    lines = re.findall(r'File "(.+)", line (\d+), in (\w+)', node.meta.get("stack_trace") or "")
+    lines = re.findall(r'File "(.+)", line (\d+), in (<?\w+>?)', node.meta.get("stack_trace") or "")
     own = [line for line in lines if not line[0].startswith(str(Path(torch.__file__).parent))]
     return "{}:{} in {}".format(*own[-1]) if own else ""
 
