@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -136,7 +137,8 @@ def _of_one(function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.SymFloat(SymNode(kind(node.expr), node.shape_env, float, None))  # type: ignore[no-untyped-call]
 
     def run(*args: Any) -> Any:
-        if not any(map(_is_read, args)):
+        is_users = _is_users(sys._getframe(1))
+        if not any(_is_read(each, sizes=is_users) for each in args):
             return function(*args)
         if function.__name__ == "log" and len(args) == 2:  # as Python has it
             return run(args[0]) / run(args[1])
@@ -172,12 +174,17 @@ def _choosing(choose: Callable[..., Any], of_torch: Callable[[Any, Any], Any]) -
         if kwargs or not args:
             return choose(*args, **kwargs)
         each = args if len(args) > 1 else tuple(args[0])
-        is_users = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] != "torch"
+        is_users = _is_users(sys._getframe(1))
         is_read = any(_is_read(value, sizes=is_users) for value in each)
         is_traced = is_read and not any(isinstance(value, torch.Tensor) for value in each)
         return functools.reduce(of_two, each) if is_traced else choose(each)
 
     return run
+
+
+def _is_users(frame: FrameType) -> bool:
+    """Whether a function is not torch's own: that asks for sizes where a graph needs a number."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] != "torch"
 
 
 def _is_read(value: Any, *, sizes: bool = False) -> bool:
