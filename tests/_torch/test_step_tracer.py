@@ -33,10 +33,10 @@ def helper(x: torch.Tensor) -> torch.Tensor:
 
 @torch.fx.wrap
 def wrapped(x: torch.Tensor) -> torch.Tensor:
-    return x.cos() if wrapped is WRAPPED and math.sqrt is SQRT else x.sin()
+    return x.cos() if wrapped is WRAPPED and math.floor is FLOOR else x.sin()
 
 
-WRAPPED, SQRT = wrapped, math.sqrt
+WRAPPED, FLOOR = wrapped, math.floor
 
 
 def lines(model: nn.Module) -> list[str | None]:
