@@ -125,7 +125,7 @@ def compare(name: str, num_ranks: int, num_rounds: int, *, is_wall: bool, tokens
             for each, run in runs.items()
         }
         program = Program(Moves(steps[ORDER], costs))
-        ends = program.gathers[0].sent, _seconds_sent(program.reductions[-1])
+        ends = program.gathers[0].sent, _seconds_sent(program.reductions[-1], costs)
         in_place = sum(_sent_in_place(each, costs) for each in program.segments)
         return Found(variants, gain, *ends, _critical(program, costs), in_place, failed)
 
@@ -175,9 +175,10 @@ def _steps(model: nn.Module, batch: Tensor, cluster: Cluster) -> tuple[dict[str,
     return steps, failed
 
 
-def _seconds_sent(reduction: MovableReduction) -> float:
+def _seconds_sent(reduction: MovableReduction, costs: Costs) -> float:
     """Returns how long a reduction is on the wires, HSDP's all-reduce after it."""
-    return reduction.sent + max((each.sent for each in reduction.then), default=0.0)
+    after = max((costs.sent(each.launch[0]) for each in reduction.then), default=0.0)
+    return costs.sent(reduction.launch[0]) + after
 
 
 def _sent_in_place(segment: Segment, costs: Costs) -> float:
@@ -187,7 +188,7 @@ def _sent_in_place(segment: Segment, costs: Costs) -> float:
 def _critical(program: Program, costs: Costs) -> float:
     """Returns by how much a step is longer than its compute at least, if all gathers and reductions share a wire."""
     computed = in_place = gathered = late = exposed = 0.0
-    left = sum(each.sent for each in program.reductions)
+    left = sum(costs.sent(each.launch[0]) for each in program.reductions)
     for segment in program.segments:
         for gather in segment.arriving:
             gathered += gather.sent
@@ -196,8 +197,9 @@ def _critical(program: Program, costs: Costs) -> float:
         in_place += _sent_in_place(segment, costs)
         for reduction in segment.reducing:
             exposed = max(exposed, late + computed + in_place + left)
-            left -= reduction.sent
-    return exposed - computed + min((_seconds_sent(each) - each.sent for each in program.reductions), default=0.0)
+            left -= costs.sent(reduction.launch[0])
+    after = (_seconds_sent(each, costs) - costs.sent(each.launch[0]) for each in program.reductions)
+    return exposed - computed + min(after, default=0.0)
 
 
 def _timeline(step: CapturedStep) -> Timeline:
