@@ -30,8 +30,14 @@ class Draw:
     kwargs: dict[str, Any] = field(compare=False)
 
     def number(self) -> Any:
-        """Draws it."""
-        return self.function(*self.args, **self.kwargs)
+        """Draws it; raises if no tensor can carry it."""
+        value = self.function(*self.args, **self.kwargs)
+        if not _can_carry(value):
+            raise CaptureError(
+                f"{self.name} brought {value!r}, and a number when the step was captured, which reads it as one. "
+                "Draw it before the step, and give it in the batch"
+            )
+        return value
 
 
 class DrawnError(CaptureError):
@@ -102,7 +108,7 @@ def draws_traced(draws: Sequence[Draw], numbers: Sequence[Any]) -> Iterator[list
                 found.append(now)
                 return numbers[len(found) - 1]
             value = function(*args, **kwargs)
-            if type(value) in (int, float):
+            if _can_carry(value):
                 found.append(now)
             return value
 
@@ -111,7 +117,7 @@ def draws_traced(draws: Sequence[Draw], numbers: Sequence[Any]) -> Iterator[list
     with ExitStack() as patches:
         for module, generator in _generators():
             for name, function in [*vars(module).items()]:
-                if getattr(function, "__self__", None) is generator and name not in _STATES:
+                if getattr(function, "__self__", None) is generator and name not in _LEFT_OUT:
                     drawn = drawing(f"{module.__name__}.{name}", function)
                     patches.enter_context(mock.patch.object(module, name, drawn))
         yield found
@@ -124,4 +130,9 @@ def _generators() -> Iterator[tuple[Any, Any]]:
         yield numpy.random, numpy.random.get_state.__self__
 
 
-_STATES = {"seed", "getstate", "setstate", "get_state", "set_state"}
+# What draws nothing, and bits, of which a tensor carries as many as it can.
+_LEFT_OUT = {"seed", "getstate", "setstate", "get_state", "set_state", "getrandbits"}
+
+
+def _can_carry(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and -(2**63) <= value < 2**63)

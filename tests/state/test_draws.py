@@ -88,14 +88,32 @@ def dropped(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).mean()
 
 
+def of_two_kinds(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).mean() * random.choice([2, True])
+
+
+def of_many_bits(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).mean() * (random.randint(2**64, 2**65) / 2**64)
+
+
 def in_arrays(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).mean() * float(np.random.rand(3).sum()) * random.random()
+
+
+def test_what_is_no_number_at_a_call() -> None:
+    seeds = {random.Random(seed).choice([2, True]): seed for seed in range(9)}
+    random.seed(seeds[2])
+    step = capture_train_step(of_two_kinds, nn.Linear(3, 3), torch.ones(4, 3))
+    random.seed(seeds[True])
+    with pytest.raises(CaptureError, match=r"^random\.choice brought True, and a number when the step was "):
+        step(torch.ones(4, 3))
 
 
 @pytest.mark.parametrize(
     ("loss_fn", "reason"),
     [
         (dropped, r"random numbers \(number 4 of random\.random\), by which a step would be captured in \d+ ways"),
+        (of_many_bits, r"^loss_fn draws random numbers of Python's random, and a captured step would repeat those"),
         (in_arrays, r"^loss_fn draws random numbers of numpy\.random, and a captured step would repeat those"),
     ],
 )
