@@ -12,7 +12,7 @@ from torch import nn
 
 from graphpasses.errors import CaptureError
 from graphpasses.state.draws import Draw, draw, drawn_next
-from graphpasses.state.keys import MISSING, TensorFacts, key_of, same_tensors
+from graphpasses.state.keys import MISSING, TensorFacts, is_carried_number, key_of, same_tensors
 from graphpasses.state.patterns import Same
 from graphpasses.state.slots import Owner, Slot, changed, read, write
 
@@ -219,7 +219,7 @@ def is_number(value: Any) -> bool:
 def can_carry(value: Any) -> bool:
     """Whether a step can read a value as an input: a number that a tensor can carry, or a plain tensor."""
     if not isinstance(value, torch.Tensor):
-        return is_number(value) and isinstance(as_tensor(value), torch.Tensor)
+        return is_carried_number(value)
     is_view = value.is_conj() or value.is_neg()
     is_plain = type(value) is torch.Tensor and value.layout is torch.strided and not (is_view or vars(value))
     return is_plain and not value.requires_grad
@@ -246,6 +246,5 @@ def items_in(value: Any) -> dict[Any, Any] | None:
 
 def as_tensor(value: Any) -> Any:
     """Returns the tensor that carries a number; other values as they are."""
-    dtype = _DTYPES.get(type(value))
-    can_carry = dtype is not None and not (dtype == torch.int64 and not -(2**63) <= value < 2**63)
-    return torch.tensor(value, dtype=dtype, device="cpu") if can_carry else value
+    is_carried = is_carried_number(value)
+    return torch.tensor(value, dtype=_DTYPES[type(value)], device="cpu") if is_carried else value

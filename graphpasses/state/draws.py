@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 from graphpasses.errors import CaptureError
-from graphpasses.state.keys import key_of, random_state
+from graphpasses.state.keys import is_carried_number, key_of, random_state
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Draw:
     def number(self) -> Any:
         """Draws it; raises if no tensor can carry it."""
         value = self.function(*self.args, **self.kwargs)
-        if not _can_carry(value):
+        if not is_carried_number(value):
             raise CaptureError(
                 f"{self.name} brought {value!r}, and a number when the step was captured, which reads it as one. "
                 "Draw it before the step, and give it in the batch"
@@ -108,7 +108,7 @@ def draws_traced(draws: Sequence[Draw], numbers: Sequence[Any]) -> Iterator[list
                 found.append(now)
                 return numbers[len(found) - 1]
             value = function(*args, **kwargs)
-            if _can_carry(value):
+            if is_carried_number(value):
                 found.append(now)
             return value
 
@@ -132,7 +132,3 @@ def _generators() -> Iterator[tuple[Any, Any]]:
 
 # What draws nothing, and bits, of which a tensor carries as many as it can.
 _LEFT_OUT = {"seed", "getstate", "setstate", "get_state", "set_state", "getrandbits"}
-
-
-def _can_carry(value: Any) -> bool:
-    return type(value) is float or (type(value) is int and -(2**63) <= value < 2**63)

@@ -159,6 +159,11 @@ def is_array(value: Any) -> bool:
     return numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
 
 
+def is_carried_number(value: Any) -> bool:
+    """Whether a value is a number that a tensor can carry as it is."""
+    return type(value) is float or (type(value) is int and -(2**63) <= value < 2**63)
+
+
 def random_state(value: Any) -> bytes | None:
     """Returns the state of a generator of Python's, or NumPy's random numbers; None of all else."""
     numpy = sys.modules.get("numpy")
