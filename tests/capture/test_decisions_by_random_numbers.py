@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import CaptureError
 from tests.helpers.models import same_bits
+from tests.state.test_draws import trained
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
 
@@ -44,34 +45,14 @@ def beside_parameters(model: nn.Module, x: Tensor) -> Tensor:
     return y * 2 if y.detach().sigmoid() > torch.rand(()) else y
 
 
-def trained(loss_fn: Loss, *, is_captured: bool) -> tuple[list[Tensor], int]:
-    torch.manual_seed(0)
-    model = nn.Linear(3, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step, found = None, []
-    for _ in range(12):
-        x = torch.randn(4, 3)
-        if is_captured:
-            step = step or capture_train_step(loss_fn, model, x)
-            found.append(step(x))
-        else:
-            loss = loss_fn(model, x)
-            loss.backward()
-            found.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-        found += [model.weight.detach().clone(), torch.get_rng_state()]
-    return found, 0 if step is None else len(step.captures)
-
-
 @pytest.mark.parametrize(
     ("loss_fn", "least"), [(is_dropped, 2), (always, 1), (chosen, 3), (in_random_order, 4), (beside_parameters, 1)]
 )
 def test_as_eager(loss_fn: Loss, least: int) -> None:
     expected, _ = trained(loss_fn, is_captured=False)
-    found, num_captures = trained(loss_fn, is_captured=True)
+    found, step = trained(loss_fn, is_captured=True)
     assert all(map(same_bits, found, expected))
-    assert least <= num_captures <= 8
+    assert least <= len(step.captures) <= 8
 
 
 def in_many_ways(model: nn.Module, x: Tensor) -> Tensor:

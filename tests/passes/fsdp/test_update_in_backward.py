@@ -123,18 +123,22 @@ def test_a_second_run_changes_nothing() -> None:
     assert str(again.graph) == str(step.graph)
 
 
+def assert_same_steps(step: CapturedStep, model: nn.Module, eager: nn.Module, optimizer: Optimizer) -> None:
+    for _ in range(3):
+        step(X)
+        loss_fn(eager, X).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(map(same_bits, model.parameters(), eager.parameters()))
+
+
 def test_numbers_that_become_tensors() -> None:
     """Rprop makes tensors of its factors, in calls that read nothing else."""
     model, eager = build(), build()
     num_parts, _, step = run(capture(model, Rprop(model.parameters(), foreach=True)))
     assert num_parts
     theirs = Rprop(eager.parameters(), foreach=True)
-    for _ in range(3):
-        step(X)
-        loss_fn(eager, X).backward()
-        theirs.step()
-        theirs.zero_grad()
-    assert all(map(same_bits, model.parameters(), eager.parameters()))
+    assert_same_steps(step, model, eager, theirs)
 
 
 def test_parameters_whose_names_differ_by_a_dot_alone() -> None:
@@ -153,12 +157,7 @@ def test_parameters_whose_names_differ_by_a_dot_alone() -> None:
     num_parts, _, step = run(capture(model, AdamW(model.parameters(), 0.1)))
     assert num_parts == 2
     theirs = AdamW(eager.parameters(), 0.1)
-    for _ in range(3):
-        step(X)
-        loss_fn(eager, X).backward()
-        theirs.step()
-        theirs.zero_grad()
-    assert all(map(same_bits, model.parameters(), eager.parameters()))
+    assert_same_steps(step, model, eager, theirs)
 
 
 def test_steps_without_an_optimizer_stay() -> None:
