@@ -16,7 +16,7 @@ from unittest import mock
 
 import sympy  # type: ignore[import-untyped]
 import torch
-from torch import fx, overrides
+from torch import fx
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import run_node
 from torch.fx.experimental import proxy_tensor
@@ -101,6 +101,16 @@ def symbols_behind(
     return found
 
 
+class StandIn:
+    """Stands for a number, and computes with it by itself."""
+
+    __slots__ = ()
+
+    def computed(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Returns what a function of Python gives for numbers, of which this stands for one."""
+        raise NotImplementedError
+
+
 @contextmanager
 def functions_traced() -> Iterator[None]:
     """Lets ``max``, ``min``, powers and functions of ``math`` of numbers of tensors decide nothing: they are traced.
@@ -114,10 +124,8 @@ def functions_traced() -> Iterator[None]:
         patch(floats, "__pow__", floats.__float_pow__),
         patch(floats, "__rpow__", floats.__rfloat_pow__),
     ):
-        for choose, of_torch in ((max, torch.sym_max), (min, torch.sym_min)):
-            patches.enter_context(patch(builtins, choose.__name__, _choosing(choose, of_torch)))
-        for name, function in (*_OF_ONE.items(), ("pow", _pow)):
-            patches.enter_context(patch(math, name, function))
+        for function, instead in _INSTEAD.items():
+            patches.enter_context(patch(builtins if function in (max, min) else math, function.__name__, instead))
         yield
 
 
@@ -125,6 +133,36 @@ def _traced(function: Callable[..., Any], *args: Any) -> Any:
     """Calls a function in the trace: its node has the arguments in this order, and calls this function."""
     is_traced = proxy_tensor.get_proxy_mode() is not None
     return proxy_tensor.handle_sym_dispatch(function, args, {}) if is_traced else function(*args)
+
+
+def _instead(function: Callable[..., Any], of_read: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Returns a function of Python that lets stand-ins compute, and calls ``of_read`` with numbers of tensors."""
+
+    chooses = function in (max, min)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            return function(*args, **kwargs)
+        each = tuple(args[0]) if chooses and len(args) == 1 else args
+        if all(isinstance(value, _NUMBERS) for value in each):
+            for value in each:
+                if isinstance(value, StandIn):
+                    return value.computed(run, *each)
+            is_users = _is_users(sys._getframe(1))
+            if of_read is not None and any(_is_read(value, sizes=is_users) for value in each):
+                return of_read(*each)
+        return function(each) if each is not args else function(*args)
+
+    _named_as(function, run)
+    return run
+
+
+_NUMBERS = int, float, StandIn, *py_sym_types
+
+
+def _named_as(function: Callable[..., Any], other: Callable[..., Any]) -> None:
+    """Gives another function the name by which a graph, and a message, call a function."""
+    other.__module__, other.__name__ = function.__module__, function.__name__
 
 
 def _of_one(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,50 +174,39 @@ def _of_one(function: Callable[..., Any]) -> Callable[..., Any]:
         node = number.node
         return torch.SymFloat(SymNode(kind(node.expr), node.shape_env, float, None))  # type: ignore[no-untyped-call]
 
-    def run(*args: Any) -> Any:
-        is_users = _is_users(sys._getframe(1))
-        if not any(_is_read(each, sizes=is_users) for each in args):
-            return function(*args)
-        if function.__name__ == "log" and len(args) == 2:  # as Python has it
-            return run(args[0]) / run(args[1])
-        return _traced(traced, *args) if len(args) == 1 else function(*args)
+    _named_as(function, traced)
 
-    for each in (traced, run):  # what a graph, and a message, names it by
-        each.__module__, each.__name__ = function.__module__, function.__name__
+    def of_read(number: Any, *base: Any) -> Any:
+        if base:  # of log, as Python has it
+            return of_read(number) / of_read(*base)
+        return _traced(traced, number) if isinstance(number, py_sym_types) else function(number)
 
-    return run
+    return of_read
 
 
-def _pow(base: Any, exponent: Any, function: Callable[..., Any] = math.pow) -> Any:
-    return (base * 1.0) ** (exponent * 1.0) if _is_read(base) or _is_read(exponent) else function(base, exponent)
+def _choosing(of_torch: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    # Torch itself puts the symbol first; beside nan Python takes the first.
+    return lambda *args: functools.reduce(functools.partial(_traced, of_torch), args)
 
 
-# Those of one number of which torch knows what a condition on their result says.
-_OF_ONE = {
-    each.__name__: _of_one(each)
-    for each in (
-        *(math.acos, math.asin, math.asinh, math.atan, math.cos, math.cosh, math.exp),
-        *(math.log, math.log2, math.sin, math.sinh, math.sqrt, math.tan, math.tanh),
-    )
+_OF_READ: dict[Callable[..., Any], Callable[..., Any]] = {
+    # Those of one number of which torch knows what a condition on their result says.
+    **{
+        each: _of_one(each)
+        for each in (
+            *(math.acos, math.asin, math.asinh, math.atan, math.cos, math.cosh, math.exp),
+            *(math.log, math.log2, math.sin, math.sinh, math.sqrt, math.tan, math.tanh),
+        )
+    },
+    math.pow: lambda base, exponent: (base * 1.0) ** (exponent * 1.0),
+    math.fabs: lambda number: abs(number * 1.0),
+    max: _choosing(torch.sym_max),
+    min: _choosing(torch.sym_min),
 }
-
-
-def _choosing(choose: Callable[..., Any], of_torch: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    def of_two(one: Any, other: Any) -> Any:
-        if overrides.has_torch_function((one, other)):
-            return overrides.handle_torch_function(of_two, (one, other), one, other)
-        return _traced(of_torch, one, other)  # torch itself puts the symbol first; beside nan Python takes the first
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if kwargs or not args:
-            return choose(*args, **kwargs)
-        each = args if len(args) > 1 else tuple(args[0])
-        is_users = _is_users(sys._getframe(1))
-        is_read = any(_is_read(value, sizes=is_users) for value in each)
-        is_traced = is_read and not any(isinstance(value, torch.Tensor) for value in each)
-        return functools.reduce(of_two, each) if is_traced else choose(each)
-
-    return run
+_INSTEAD = {
+    each: _instead(each, _OF_READ.get(each))
+    for each in (max, min, *(each for name, each in vars(math).items() if callable(each) and name[0] != "_"))
+}
 
 
 def _is_users(frame: FrameType) -> bool:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -17,7 +16,7 @@ from torch.types import py_sym_types
 from graphpasses._torch.conditions import as_function
 from graphpasses._torch.pytree import tree_map
 from graphpasses._torch.symbols import decided_by_values
-from graphpasses._torch.traced_floats import floats_stay_open
+from graphpasses._torch.traced_floats import StandIn, floats_stay_open
 from graphpasses.graph import GraphInput, InputKind
 from graphpasses.state.arithmetic import Arithmetic, Call, Number, Place, as_python
 
@@ -82,7 +81,7 @@ class TracedNumbers:
         given: dict[Number, Any] = {
             number: 0.0 if number[1] != "lr" and mark == 0 else mark for number, mark in self._marks.items()
         }
-        with decided_by_values(value_of, self._note), floats_stay_open(), self._math_traced():
+        with decided_by_values(value_of, self._note), floats_stay_open():
             for number in self._tensors:
                 tensor = next(tensors)
                 given[number] = tensor
@@ -92,23 +91,6 @@ class TracedNumbers:
                     self._symbols[symbol.node.expr] = number
                     given[number] = TracedNumber(self, place, self.values[number])
             yield given
-
-    @contextmanager
-    def _math_traced(self) -> Iterator[None]:
-        """Lets functions of Python's ``math`` compute with stand-ins."""
-
-        def with_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*args: Any) -> Any:
-                is_traced = any(type(each) is TracedNumber for each in args)
-                return self.computed(function, *args) if is_traced else function(*args)
-
-            return run
-
-        with ExitStack() as stack:
-            for name, function in [*vars(math).items()]:
-                if callable(function) and not name.startswith("_"):
-                    stack.enter_context(mock.patch.object(math, name, with_numbers(function)))
-            yield
 
     def computed(self, function: Callable[..., Any], *args: Any) -> Any:
         """Computes with stand-ins as Python does, and notes it; where the result is a bool, that is decided."""
@@ -142,8 +124,7 @@ class TracedNumbers:
             return value
         if value not in self._of_torch:
             call = self._calls[value]
-            function = _OF_TORCH.get(call.function, call.function)
-            self._of_torch[value] = function(*map(self.traced_at, call.args))
+            self._of_torch[value] = call.function(*map(self.traced_at, call.args))
         return self._of_torch[value]
 
     def _note(self, condition: sympy.Basic) -> None:
@@ -188,10 +169,6 @@ class TracedNumbers:
                     }
 
 
-# What computes the same of numbers that are traced.
-_OF_TORCH: dict[Callable[..., Any], Callable[..., Any]] = {math.pow: operator.pow, math.fabs: abs}
-
-
 _COMPARED = operator.eq, operator.ne
 
 
@@ -213,13 +190,17 @@ def _built_in(function: Callable[..., Any]) -> Any:
     return lambda one, *args: one.trace.built_in(function, function(one.value, *args), one, *args)
 
 
-class TracedNumber:
+class TracedNumber(StandIn):
     """Stands for a number in Python code that is traced."""
 
     __slots__ = ("place", "trace", "value")
 
     def __init__(self, trace: TracedNumbers, place: Place, value: Any) -> None:
         self.trace, self.place, self.value = trace, place, value
+
+    def computed(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Returns a stand-in for what a function of Python gives."""
+        return self.trace.computed(function, *args)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

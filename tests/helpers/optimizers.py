@@ -101,14 +101,14 @@ def rectified(group: dict[str, Any], count: int) -> float:
     return group["lr"]
 
 
-# By name, how it is made, and how many captures it takes in eight steps: two for a rate that falls.
+# By name, how it is made, and how many captures it takes in eight steps: one for each way to go.
 FOLLOWED: dict[str, tuple[Callable[..., Optimizer], int]] = {
-    "in_state": (Counting, 2),
-    "in_group": (partial(Counting, in_group=True), 2),
-    "rooted": (partial(Counting, rate=rooted), 2),
-    "warmed": (partial(Counting, rate=warmed, in_group=True), 3),
-    "every": (partial(Counting, rate=every), 3),
-    "rectified": (partial(Counting, rate=rectified), 3),
-    "replaces": (partial(Counting, replaces=True), 2),
-    "kind": (partial(Counting, kind=Kind.SIGN), 2),
+    "in_state": (Counting, 1),
+    "in_group": (partial(Counting, in_group=True), 1),
+    "rooted": (partial(Counting, rate=rooted), 1),
+    "warmed": (partial(Counting, rate=warmed, in_group=True), 1),
+    "every": (partial(Counting, rate=every), 2),
+    "rectified": (partial(Counting, rate=rectified), 2),
+    "replaces": (partial(Counting, replaces=True), 1),
+    "kind": (partial(Counting, kind=Kind.SIGN), 1),
 }
