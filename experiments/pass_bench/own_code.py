@@ -37,7 +37,7 @@ def _all_calls(_: object, graph: fx.Graph) -> list[fx.Node]:
 # By part: what torch's, or nothing, takes the place of.
 PARTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "code (fx_graphs.quick_code): Graph.python_code": (fx_graphs, "quick_code", lambda *_: None),
-    "fake values (fake_mode.fake_call): FakeTensorMode": (nodes, "fake_call", _under_mode),
+    "fake values (fake_calls.fake_call): FakeTensorMode": (nodes, "fake_call", _under_mode),
     "calls as they were (known_values): all computed at each check": (
         known_values.KnownValues,
         "unknown",

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 from unittest import mock
 
-import sympy  # type: ignore[import-untyped]
 import torch
 from torch import _meta_registrations, _prims_common
 from torch._decomp import decomposition_table
@@ -23,9 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._mode_utils import no_dispatch
 
-from graphpasses._torch import pytree
 from graphpasses._torch.fake_kernels import FAKE_RESULTS, unbind
-from graphpasses._torch.schemas import writes_arguments
 from graphpasses._torch.symbols import indices_of_eager
 from graphpasses._torch.tested_versions import RELEASE
 from graphpasses.gc_pause import objects_made_in_pause
@@ -66,19 +62,6 @@ def fake_copies(values: Iterable[Any]) -> list[Any]:
 def is_fake(value: Any) -> bool:
     """Whether a value is a tensor without values."""
     return isinstance(value, FakeTensor)
-
-
-def is_simple(value: FakeTensor) -> bool:
-    """Whether an operator's meta kernel does with a fake tensor all that the mode does."""
-    return not (
-        value._has_symbolic_sizes_strides
-        or value.requires_grad
-        or value.is_conj()
-        or value.is_neg()
-        or value.layout is not torch.strided
-        or value.constant is not None
-        or value.real_tensor is not None
-    )
 
 
 def fake_tensors_of(mode: FakeTensorMode) -> list[FakeTensor]:
@@ -284,98 +267,6 @@ def _in_format_of(index: int, value: torch.Tensor, *args: Any) -> torch.Tensor:
 
 def _same_shape(value: torch.Tensor, other: torch.Tensor) -> bool:
     return value.dim() == other.dim() and value.shape == other.shape  # Python would compare sizes first
-
-
-# What FakeTensorMode does by running the meta kernel alone, with the device of the inputs. Dispatched to the mode, a
-# call takes ten times as long. Tested: 2.13.
-_BY_META_KERNEL = {
-    aten._chunk_cat.default, aten._to_copy.default, aten.cat.default, aten.div.Scalar, aten.logical_not.default,
-    aten.reshape.default,
-    aten.split_with_sizes.default, aten.split_with_sizes_copy.default, aten.view.default, aten.view.dtype,
-    collectives.all_gather_into_tensor.default, collectives.all_reduce.default,
-    collectives.reduce_scatter_tensor.default, collectives.wait_tensor.default,
-}  # fmt: skip
-_PLAIN = frozenset({float, int, str, torch.dtype})
-
-
-def fake_call(mode: FakeTensorMode, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Calls an operator, or a method by its name, on fake tensors, as under their mode."""
-    target = getattr(torch.Tensor, target) if isinstance(target, str) else target
-    # The quick way knows the keyword ``dtype`` alone.
-    device = _common_device(args) if target in _BY_META_KERNEL and kwargs.keys() <= {"dtype"} else None
-    if device is None:
-        if isinstance(target, torch._ops.OpOverload):
-            # No shape depends on a float, but some formulas ask for zero.
-            args = tuple(map(_without_symbol, args))
-            kwargs = {name: _without_symbol(value) for name, value in kwargs.items()}
-        with mode:
-            if isinstance(target, torch._ops.OpOverload) and writes_arguments(target):
-                # What it is given is kept by nodes, and one that is written in place may get other sizes.
-                args, kwargs = pytree.tree_map_only(FakeTensor, aten.alias.default, (args, dict(kwargs)))
-            return target(*args, **kwargs)
-    with fake_tensor.in_kernel_invocation_manager(mode), torch._C._AutoDispatchBelowAutograd():
-        result = target(*args, **kwargs)
-    if isinstance(result, torch.Tensor):
-        return FakeTensor(mode, result, device)
-    return [FakeTensor(mode, each, device) for each in result]
-
-
-class _UndecidedError(Exception):
-    """What an operator asked of sizes does not follow from what is known of them."""
-
-
-def fake_call_for_all_sizes(
-    mode: FakeTensorMode, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
-    """Calls an operator on fake tensors; returns None if it would decide by sizes that are symbols, or fails.
-
-    The compiler, whose symbols these are, learns nothing from the call. Tensors are taken not to be empty where torch
-    would be content with that: in an empty one nothing lies otherwise.
-    """
-    if (shape_env := cast(Any, mode.shape_env)) is None:
-        return fake_call(mode, target, args, kwargs)
-
-    def known(expr: Any, *_: Any, fallback_value: bool | None = None, **__: Any) -> Any:
-        found = shape_env._maybe_evaluate_static(expr)
-        if found is None and fallback_value is False and _is_emptiness(expr):
-            return sympy.false
-        if found is None:
-            raise _UndecidedError
-        return found
-
-    cached = {} if shape_env.backed_var_to_val else shape_env.fake_tensor_cache  # one may have decided by a hint
-    asked: Any = {"evaluate_expr": known, "guard_or_defer_runtime_assert": known, "fake_tensor_cache": cached}
-    # torch logs what its functions for fake tensors raise.
-    silent = mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
-    try:
-        with mock.patch.multiple(shape_env, **asked), silent:
-            return fake_call(mode, target, args, kwargs)
-    # Ours, or what an operator makes of it; or that of a call that cannot be. Nothing is known then, or proved.
-    except Exception:
-        return None
-
-
-def _is_emptiness(expr: Any) -> bool:
-    """Whether a condition is that a size is 0."""
-    if not isinstance(expr, sympy.Eq) or expr.rhs != 0 or not expr.lhs.is_polynomial():
-        return False
-    return all(factor > 0 for factor in expr.lhs.as_coefficients_dict().values())
-
-
-def _without_symbol(value: Any) -> Any:
-    return 0.5 if isinstance(value, torch.SymFloat) else value
-
-
-def _common_device(args: tuple[Any, ...]) -> torch.device | None:
-    """Returns the device of the tensors among arguments; None if the mode may do other than a meta kernel."""
-    devices = set()
-    for arg in args:
-        for each in arg if isinstance(arg, (list, tuple)) else (arg,):
-            if type(each) is FakeTensor and is_simple(each):
-                devices.add(each.fake_device)
-            elif type(each) not in _PLAIN:
-                return None
-    return devices.pop() if len(devices) == 1 else None
 
 
 @contextmanager

@@ -33,6 +33,11 @@ def is_operator(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload)
 
 
+def has_schemas(target: Any) -> bool:
+    """Whether the target of a call is an operator, or a packet of its overloads."""
+    return isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+
+
 def is_higher_order(node: fx.Node) -> bool:
     """Whether a call is given graphs to run, as that of an ``autograd.Function`` is."""
     return isinstance(node.target, torch._ops.HigherOrderOperator)
@@ -95,6 +100,7 @@ def returns_alias(target: Any) -> bool:
     return any(output.alias_info is not None for schema in schemas(target) for output in schema.returns)
 
 
+@cache
 def writes_arguments(target: Any) -> bool:
     """Whether an operator says that it writes an argument."""
     return any(schema.is_mutable for schema in schemas(target))
@@ -138,8 +144,11 @@ def written_names(target: Any) -> frozenset[str]:
 
 def is_seeded(target: Any) -> bool:
     """Whether an operator says that it draws random numbers, or has the name of one of ATen's that does."""
-    if not is_operator(target):
-        return False
+    return is_operator(target) and _is_seeded(target)
+
+
+@cache
+def _is_seeded(target: torch._ops.OpOverload) -> bool:
     is_named_so = target.namespace != "aten" and target._schema.name.partition("::")[2].rstrip("_") in random_names()
     return is_named_so or torch.Tag.nondeterministic_seeded in target.tags
 

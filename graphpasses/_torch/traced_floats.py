@@ -112,10 +112,11 @@ class StandIn:
 
 
 @contextmanager
-def functions_traced() -> Iterator[None]:
+def functions_traced(*, for_stand_ins: bool = False) -> Iterator[None]:
     """Lets ``max``, ``min``, powers and functions of ``math`` of numbers of tensors decide nothing: they are traced.
 
-    Powers are Python's, whose base may be negative: torch would ask, for each, sympy.
+    Powers are Python's, whose base may be negative: torch would ask, for each, sympy. All functions of ``math`` let
+    stand-ins compute, ``for_stand_ins``.
     """
     patch: Any = mock.patch.object
     floats = torch.SymFloat
@@ -124,7 +125,8 @@ def functions_traced() -> Iterator[None]:
         patch(floats, "__pow__", floats.__float_pow__),
         patch(floats, "__rpow__", floats.__rfloat_pow__),
     ):
-        for function, instead in _INSTEAD.items():
+        for function in _INSTEAD if for_stand_ins else _OF_READ:
+            instead = _INSTEAD[function]
             patches.enter_context(patch(builtins if function in (max, min) else math, function.__name__, instead))
         yield
 

@@ -26,6 +26,7 @@ from graphpasses._torch.schemas import (
     SET_GRAD_ENABLED,
     draws,
     given_arguments,
+    has_schemas,
     is_higher_order,
     is_operator,
     is_seeded,
@@ -143,7 +144,7 @@ def written_memory(graph: fx.Graph) -> set[StorageWeakRef]:
 
 def names_written(node: fx.Node) -> frozenset[str]:
     written = written_names(node.target)
-    if str(node.target).startswith("aten._fused_") and node.kwargs.get("grad_scale") is None:
+    if written and str(node.target).startswith("aten._fused_") and node.kwargs.get("grad_scale") is None:
         return written - {"grads"}  # torch's kernels scale gradients back in place, or leave them
     return written
 
@@ -160,14 +161,16 @@ def is_elementwise_on_lists(target: Any) -> bool:
 
 def written_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     """Returns the inputs that a call may write in place."""
-    if is_higher_order(node) or is_unknown(node):
-        return () if node.target in _FUNCTIONALIZED else tuple(node.all_input_nodes)  # it does not say
-    if schemas(node.target):
+    if has_schemas(node.target):
         if not (written := names_written(node)):
             return ()
         return tuple(nodes_in([value for argument, value in given_arguments(node) if argument.name in written]))
+    if is_higher_order(node) or is_unknown(node):
+        return () if node.target in _FUNCTIONALIZED else tuple(node.all_input_nodes)  # it does not say
     if node.op not in ("call_function", "call_method"):
         return ()
+    if is_pythons(node):
+        return tuple(nodes_in(node.args[:1])) if _is_in_place(node.target) else ()
     is_in_place = _is_in_place(node.target) or _named_argument(node, "inplace")
     named = {name for name, switch in _WRITTEN_IF if _named_argument(node, switch)} | written_names(_packet(node))
     others = [_named_argument(node, name) for name in sorted({"out", *named})]
@@ -211,10 +214,13 @@ def _is_in_place(target: Any) -> bool:
 
 def is_check(node: fx.Node) -> bool:
     """Whether a call is made for the error that it may raise: it returns and writes nothing."""
-    if not (found := schemas(node.target)):
-        return _is_check_by_name(node)
-    is_for_profiler = str(node.target).startswith("profiler.")
-    return not any(each.returns or each.is_mutable for each in found) and not is_for_profiler
+    return _checks(node.target) if has_schemas(node.target) else _is_check_by_name(node)
+
+
+@cache
+def _checks(target: Any) -> bool:
+    is_for_profiler = str(target).startswith("profiler.")
+    return not any(each.returns or each.is_mutable for each in schemas(target)) and not is_for_profiler
 
 
 def _is_check_by_name(node: fx.Node) -> bool:
@@ -236,7 +242,7 @@ def is_unknown(node: fx.Node) -> bool:
     """Whether a call may write, draw, and keep a state: of a function that is neither torch's nor Python's, of a
     method of something that the graph does not show, and one that makes nothing of what it is given.
     """
-    if node.op not in ("call_function", "call_method") or is_higher_order(node) or schemas(node.target):
+    if node.op not in ("call_function", "call_method") or is_higher_order(node) or has_schemas(node.target):
         return False
     module = getattr(node.target, "__module__", None) or "torch"
     is_bound = isinstance(getattr(node.target, "__self__", None), _OBJECTS)
@@ -253,7 +259,7 @@ def says_nothing(node: fx.Node) -> bool:
 
 def is_for_effect(node: fx.Node) -> bool:
     """Whether a call of Dynamo's graphs is made for something that does not show: nobody reads what it returns."""
-    shows = schemas(node.target) or is_check(node) or changes_context(node) or written_inputs(node)
+    shows = has_schemas(node.target) or is_check(node) or changes_context(node) or written_inputs(node)
     return says_nothing(node) and not node.users and not shows and node.target is not SET_GRAD_ENABLED
 
 
@@ -317,7 +323,7 @@ def launches_collective(node: fx.Node) -> bool:
 def _torch_call_group(node: fx.Node) -> object:
     if is_higher_order(node):
         return next((group for inner in _inner_nodes(node) if (group := _torch_call_group(inner))), None)
-    if schemas(node.target):
+    if has_schemas(node.target):
         return collective_group(node) or UNKNOWN_GROUP if group_names(node.target) else None
     if node.op not in ("call_function", "call_method"):
         return None

@@ -15,7 +15,8 @@ from torch import fx
 from torch.nn import functional as F
 
 from graphpasses._torch.conditions import as_text
-from graphpasses._torch.fake_mode import fake_call, outside_tracing
+from graphpasses._torch.fake_calls import fake_call
+from graphpasses._torch.fake_mode import outside_tracing
 from graphpasses._torch.operator_facts import autograd_node
 from graphpasses._torch.symbols import size_at
 from graphpasses.capture.traced_lines import frames_to_user, is_traced_code

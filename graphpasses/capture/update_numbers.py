@@ -16,7 +16,7 @@ from torch.types import py_sym_types
 from graphpasses._torch.conditions import as_function
 from graphpasses._torch.pytree import tree_map
 from graphpasses._torch.symbols import decided_by_values
-from graphpasses._torch.traced_floats import StandIn, floats_stay_open
+from graphpasses._torch.traced_floats import StandIn, floats_stay_open, functions_traced
 from graphpasses.graph import GraphInput, InputKind
 from graphpasses.state.arithmetic import Arithmetic, Call, Number, Place, as_python
 
@@ -81,7 +81,7 @@ class TracedNumbers:
         given: dict[Number, Any] = {
             number: 0.0 if number[1] != "lr" and mark == 0 else mark for number, mark in self._marks.items()
         }
-        with decided_by_values(value_of, self._note), floats_stay_open():
+        with decided_by_values(value_of, self._note), floats_stay_open(), functions_traced(for_stand_ins=True):
             for number in self._tensors:
                 tensor = next(tensors)
                 given[number] = tensor

@@ -16,7 +16,8 @@ from torch.fx.experimental.symbolic_shapes import rebind_unbacked
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.types import py_sym_types
 
-from graphpasses._torch.fake_mode import fake_call, fake_mode_of, is_fake, outside_tracing
+from graphpasses._torch.fake_calls import fake_call
+from graphpasses._torch.fake_mode import fake_mode_of, is_fake, outside_tracing
 from graphpasses._torch.gloo import ALL_GATHER
 from graphpasses._torch.schemas import given_arguments, schemas, writes_arguments
 from graphpasses._torch.storage import memories, times_written
@@ -191,7 +192,7 @@ def refresh_values(graph: fx.Graph, changed: Iterable[fx.Node]) -> None:
 
 def storages(*nodes: fx.Node) -> set[StorageWeakRef]:
     """Returns the memory of nodes' fake values, which overlapping inputs, and some operators, share unsaid."""
-    return memories([node.meta.get("val") for node in nodes])
+    return set[StorageWeakRef]().union(*(memories(node.meta.get("val")) for node in nodes))
 
 
 def views(node: fx.Node) -> list[fx.Node]:

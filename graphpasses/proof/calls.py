@@ -11,7 +11,8 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from graphpasses._torch import pytree
-from graphpasses._torch.fake_mode import fake_call, fake_mode_of
+from graphpasses._torch.fake_calls import fake_call
+from graphpasses._torch.fake_mode import fake_mode_of
 from graphpasses._torch.schemas import (
     FunctionalizedCall,
     WrittenView,
@@ -309,8 +310,7 @@ class Calls(Memory):
         if mode is None or of is None or view.view is None or view.view in RULES:
             return None
         seen = fake_call(mode, view.view, (fake, *view.args), {})
-        place = View.of(seen)
-        if place is None or not place.is_known:
+        if (place := View.of(seen)) is None or not place.is_known:
             return None
         copy = of._replace(root=(node, None))  # which has memory of its own
         given = self._numbers(self._read(base), self._facts.layout_of(fake, copy, view.view))

@@ -13,7 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphpasses._torch import pytree
 from graphpasses._torch.dtensor import local_part
-from graphpasses._torch.fake_mode import fake_call, fake_mode_of, strides_of_kernels
+from graphpasses._torch.fake_calls import fake_call
+from graphpasses._torch.fake_mode import fake_mode_of, strides_of_kernels
 from graphpasses._torch.schemas import changes_memory, given_arguments, is_operator
 from graphpasses.analysis.effects import (
     changes_context,

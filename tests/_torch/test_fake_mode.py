@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, _DispatchCacheKey
 
-from graphpasses._torch import fake_mode
+from graphpasses._torch import fake_calls, fake_mode
 from graphpasses._torch.fake_mode import strides_of_kernels
 from graphpasses._torch.tested_versions import RELEASE
 
@@ -194,14 +194,14 @@ def _strides(result: Any) -> list[tuple[int, ...]]:
 def test_what_an_operator_writes_keeps_its_sizes() -> None:
     with FakeTensorMode() as mode:
         row, whole = torch.empty(1, 8), torch.empty(8, 8)
-    result = fake_mode.fake_call(mode, aten.unsqueeze_.default, (row, 0), {})
+    result = fake_calls.fake_call(mode, aten.unsqueeze_.default, (row, 0), {})
     assert (result.shape, row.shape) == ((1, 1, 8), (1, 8))
     assert result.untyped_storage()._cdata == row.untyped_storage()._cdata
     # From 2.14 on torch's fake refuses it, as the kernel does.
     resized = pytest.warns(UserWarning, match="was resized")
     is_resized = RELEASE == (2, 13)
     with resized if is_resized else pytest.raises(RuntimeError, match="broadcast"):
-        fake_mode.fake_call(mode, aten.eq_.Tensor, (row, whole), {})
+        fake_calls.fake_call(mode, aten.eq_.Tensor, (row, whole), {})
     assert row.shape == (1, 8)
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphpasses._torch.fake_mode import fake_call, fake_call_for_all_sizes, fake_mode_of, is_fake
+from graphpasses._torch.fake_calls import fake_call, fake_call_for_all_sizes
+from graphpasses._torch.fake_mode import fake_mode_of, is_fake
 from graphpasses._torch.schemas import is_operator, returns_alias
 from graphpasses._torch.symbols import have_symbols
 from graphpasses.errors import ProofError
@@ -117,8 +118,7 @@ class Facts:
             found: list[Hashable] = ["input", 0 if is_fresh else number]
             for (fake, _), place in zip(leaves(self.values[each]), self.places[each], strict=True):
                 if place is None:
-                    is_number = not isinstance(fake, (torch.Tensor, list, tuple))
-                    found.append(freeze(fake) if is_number else id(fake))
+                    found.append(id(fake) if isinstance(fake, (torch.Tensor, list, tuple)) else freeze(fake))
                 else:
                     memory = 0 if is_fresh else memories.setdefault(place.root, len(memories))
                     found.append((place.view, fake.device, memory))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from graphpasses._torch import fake_mode
-from graphpasses._torch.fake_mode import fake_call
+from graphpasses._torch import fake_calls
+from graphpasses._torch.fake_calls import fake_call
 from graphpasses._torch.fake_process_group import fake_process_group
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
@@ -29,6 +29,18 @@ CASES: dict[Any, list[tuple[Any, ...]]] = {
     collectives.all_reduce.default: [((6, 2), "avg", "0")],
     collectives.reduce_scatter_tensor.default: [((8, 2), "sum", 4, "0")],
     collectives.wait_tensor.default: [((6, 2),)],
+}
+# Of each tensor the shape, and numbers; of several the first may be written in place.
+ELEMENTWISE: dict[Any, list[tuple[Any, ...]]] = {
+    aten.add.Tensor: [((6, 2), (2,), {"alpha": 2}), ((6, 2), 0.5)],
+    aten.addcdiv.default: [((6, 2), (6, 2), (2,), {"value": -0.1})],
+    aten.addcmul.default: [((6, 2), (6, 1), (6, 2), {"value": 0.1})],
+    aten.div.Tensor: [((6, 2), ()), ((6, 2), 2)],
+    aten.lerp.Scalar: [((6, 2), (6, 2), 0.1)],
+    aten.mul.Tensor: [((6, 2), (6, 2)), ((6, 2), 2.0)],
+    aten.neg.default: [((6, 2),)],
+    aten.sqrt.default: [((6, 2),)],
+    aten.sub.Tensor: [((6, 2), (6, 1), {"alpha": 2})],
 }
 
 
@@ -58,7 +70,6 @@ def storages(*values: Any) -> list[int]:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("target", CASES, ids=str)
 def test_same_as_the_mode(target: Any, transposed: bool) -> None:
-    assert CASES.keys() == fake_mode._BY_META_KERNEL
     with fake_process_group(4):
         for shapes, *args in CASES[target]:
             mode = FakeTensorMode()
@@ -81,6 +92,55 @@ def test_same_as_the_mode(target: Any, transposed: bool) -> None:
             for found in (fake_call(mode, target, (given, *args), kwargs) for _ in range(2)):
                 assert facts(found) == facts(expected)
                 assert storages(given, found) == storages(given, expected)
+
+
+_OF_ONE_DTYPE = {aten.lerp.Scalar, aten.lerp_.Scalar}
+
+
+def in_place(target: Any) -> Any:
+    _, name, overload = str(target).split(".")
+    return getattr(getattr(aten, f"{name}_", None), overload, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("target", ELEMENTWISE, ids=str)
+def test_same_as_the_mode_and_the_kernel(target: Any, is_transposed: bool, dtype: torch.dtype) -> None:
+    """On tensors of two orders of dims, and of two dtypes; a tensor that is written keeps its memory."""
+    for case in ELEMENTWISE[target]:
+        kwargs, mode = case[-1] if isinstance(case[-1], dict) else {}, FakeTensorMode()
+        reals = [each for each in case if not isinstance(each, dict)]
+        for index, shape in enumerate(reals):
+            if isinstance(shape, tuple):
+                made = torch.ones(shape, dtype=dtype if index == 0 else torch.float32)
+                reals[index] = made.t().contiguous().t() if is_transposed == (index == 0) and shape else made
+        for each in (target, in_place(target)):
+            if each in fake_calls._BY_META_KERNEL | fake_calls._IN_PLACE:
+                fakes, others = (
+                    [mode.from_tensor(value) if isinstance(value, Tensor) else value for value in reals]
+                    for _ in range(2)
+                )
+                if each in _OF_ONE_DTYPE and dtype is not torch.float32:
+                    with pytest.raises(RuntimeError, match="expected dtype"):
+                        fake_call(mode, each, tuple(fakes), kwargs)
+                    continue
+                with mode:
+                    expected = each(*others, **kwargs)
+                found = fake_call(mode, each, tuple(fakes), kwargs)
+                real = each(*reals, **kwargs)
+                assert facts(found) == facts(expected)
+                assert (found.shape, found.stride(), found.dtype) == (real.shape, real.stride(), real.dtype)
+                assert storages(*fakes_in(fakes), found) == storages(*fakes_in(others), expected)
+
+
+def fakes_in(values: list[Any]) -> list[Any]:
+    return [each for each in values if isinstance(each, Tensor)]
+
+
+def test_each_quick_way_is_compared() -> None:
+    both = {*CASES, *ELEMENTWISE}
+    assert both == fake_calls._BY_META_KERNEL
+    assert {in_place(each) for each in ELEMENTWISE} >= fake_calls._IN_PLACE
 
 
 @pytest.mark.parametrize("conjugate", [False, True])
