@@ -6,6 +6,7 @@ A rule returns why a step is refused, or None. What is refused before or while a
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import fx
 
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.operator_facts import read_tensors
+from graphpasses._torch.schemas import is_operator
 from graphpasses._torch.storage import memories
 from graphpasses.analysis.effects import written_inputs
 from graphpasses.capture.random_state import find_random_fault
@@ -95,6 +97,48 @@ def _random_fault(step: CapturedStep, trace: Trace) -> str | None:
     return f"loss_fn {trace.reads.drawn}" if trace.reads.drawn else find_random_fault(step, trace.seeds)
 
 
+def _numbers_of_either_kind(step: CapturedStep, _: Trace) -> str | None:
+    """Refuses a max or min of an int and a float, of which Python returns either as it is, where its kind shows."""
+    either: set[fx.Node] = set()
+    for node in step.graph.nodes:
+        kinds = {_EITHER if each in either else _kind_of_number(each) for each in node.args} - {None}
+        if node.target in (torch.sym_max, torch.sym_min):
+            either |= {node} if len(kinds) > 1 or _EITHER in kinds else set()
+        elif node.target in _KEEP_KINDS:
+            # SymFloats make floats of constants, of which whole ones may have been ints.
+            kinds -= {float} if any(type(each) is float and each.is_integer() for each in node.args) else set()
+            either |= {node} if _EITHER in kinds and float not in kinds else set()
+        elif not either.isdisjoint(node.all_input_nodes) and (node.op == "output" or is_operator(node.target)):
+            values = [each.meta["val"] for each in node.all_input_nodes if each not in either]
+            has_floats = any(map(_has_fractions, values))
+            if node.op == "output" or not (has_floats or node.kwargs.get("dtype")):
+                use = (
+                    "returns it" if node.op == "output" else f"gives it to {named_call(node)}, whose dtype it decides"
+                )
+                return (
+                    f"loss_fn takes the max or min of an int and a float, and {use}. In Python that is either, and "
+                    "in a captured step a float; take it of floats, as max(1.0, n)"
+                )
+    return None
+
+
+def _has_fractions(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _kind_of_number(value: Any) -> type | None:
+    value = value.meta.get("val") if isinstance(value, fx.Node) else value
+    kinds = {torch.SymInt: int, torch.SymFloat: float}
+    return kinds.get(type(value), type(value) if type(value) in (int, float) else None)
+
+
+_EITHER = int | float
+# Functions that give an int of ints, and a float of a float.
+_KEEP_KINDS = frozenset(
+    (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg, operator.pos, abs)
+)
+
+
 def find_written_groups(step: CapturedStep, memory: Mapping[str, tuple[int, set[Any]]]) -> dict[int, str]:
     """Returns by index each FSDP2 group of which a step writes a parameter, or its shard, and its FQN.
 
@@ -168,5 +212,6 @@ RULES: tuple[StepRule, ...] = (
     _shared_memory,
     _sparse_gradients,
     _random_fault,
+    _numbers_of_either_kind,
     _outside_tensors,
 )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from graphpasses import BucketPlan, capture_train_step, default_pipeline
+from graphpasses.errors import CaptureError
 from graphpasses.identity import same_bits
 from graphpasses.simulate import Topology, run_cluster
 
@@ -121,6 +122,31 @@ def test_python_chooses_beside_nan() -> None:
     step = capture_train_step(loss_fn, nn.Linear(4, 4), torch.ones(2, 4))
     _, *chosen = step(torch.ones(2, 4))
     assert [bool(each.isnan()) for each in chosen] == [True, False, True, False, False]
+
+
+def test_what_is_an_int_or_a_float_decides_no_dtype() -> None:
+    def found(use: Callable[..., Any]) -> str:
+        def loss_fn(model: nn.Module, x: Tensor) -> Any:
+            return use(model(x).square().mean(), x, x.sum().item())
+
+        try:
+            return str(capture_train_step(loss_fn, nn.Linear(4, 4), torch.ones(2, 4), check=False))
+        except CaptureError as error:
+            return str(error)
+
+    says = "loss_fn takes the max or min of an int and a float, and {}. In Python that is either, and in"
+    made = says.format("gives it to aten.full.default, whose dtype it decides")
+    assert found(lambda loss, x, n: loss * torch.tensor(max(1, n))).startswith(made)
+    assert found(lambda loss, x, n: loss * torch.tensor(2 * min(7, max(n, 1)) + 1)).startswith(made)
+    counted = says.format("gives it to aten.mul.Tensor, whose dtype it decides")
+    assert found(lambda loss, x, n: loss * ((x > 0).sum() * -max(1, n))).startswith(counted)
+    assert found(lambda loss, x, n: (loss, max(1, n))).startswith(says.format("returns it"))
+    for use in (
+        lambda loss, x, n: loss / max(1, n) + torch.tensor(max(1, n), dtype=torch.float32),
+        lambda loss, x, n: loss * torch.tensor(max(1, n) / 2) * torch.tensor(max(1.0, n)),
+        lambda loss, x, n: loss * torch.tensor(max(1, (x > 0).sum().item())),
+    ):
+        assert found(use).startswith("CapturedStep(")
 
 
 def test_all_ranks_counts() -> None:
