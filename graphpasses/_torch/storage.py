@@ -42,7 +42,7 @@ def memories(value: Any) -> set[StorageWeakRef]:
     """Returns the memory of the tensors in a value, fake or not."""
     return {
         StorageWeakRef(each.untyped_storage())  # type: ignore[no-untyped-call]
-        for each in pytree.tree_leaves(value)
+        for each in ((value,) if isinstance(value, Tensor) else pytree.tree_leaves(value))
         if isinstance(each, Tensor) and each.layout is torch.strided
     }
 

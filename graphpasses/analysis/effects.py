@@ -143,7 +143,7 @@ def written_memory(graph: fx.Graph) -> set[StorageWeakRef]:
 
 def names_written(node: fx.Node) -> frozenset[str]:
     written = written_names(node.target)
-    if str(node.target).startswith("aten._fused_") and node.kwargs.get("grad_scale") is None:
+    if written and str(node.target).startswith("aten._fused_") and node.kwargs.get("grad_scale") is None:
         return written - {"grads"}  # torch's kernels scale gradients back in place, or leave them
     return written
 
@@ -160,9 +160,11 @@ def is_elementwise_on_lists(target: Any) -> bool:
 
 def written_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     """Returns the inputs that a call may write in place."""
+    if node.target is operator.getitem:  # of calls without a schema, nearly all
+        return ()
     if is_higher_order(node) or is_unknown(node):
         return () if node.target in _FUNCTIONALIZED else tuple(node.all_input_nodes)  # it does not say
-    if schemas(node.target):
+    if is_operator(node.target) or schemas(node.target):
         if not (written := names_written(node)):
             return ()
         return tuple(nodes_in([value for argument, value in given_arguments(node) if argument.name in written]))
@@ -236,7 +238,9 @@ def is_unknown(node: fx.Node) -> bool:
     """Whether a call may write, draw, and keep a state: of a function that is neither torch's nor Python's, of a
     method of something that the graph does not show, and one that makes nothing of what it is given.
     """
-    if node.op not in ("call_function", "call_method") or is_higher_order(node) or schemas(node.target):
+    if node.op not in ("call_function", "call_method") or is_operator(node.target):
+        return False
+    if is_higher_order(node) or schemas(node.target):
         return False
     module = getattr(node.target, "__module__", None) or "torch"
     is_bound = isinstance(getattr(node.target, "__self__", None), _OBJECTS)

@@ -191,7 +191,7 @@ def refresh_values(graph: fx.Graph, changed: Iterable[fx.Node]) -> None:
 
 def storages(*nodes: fx.Node) -> set[StorageWeakRef]:
     """Returns the memory of nodes' fake values, which overlapping inputs, and some operators, share unsaid."""
-    return memories([node.meta.get("val") for node in nodes])
+    return set[StorageWeakRef]().union(*(memories(node.meta.get("val")) for node in nodes))
 
 
 def views(node: fx.Node) -> list[fx.Node]:
