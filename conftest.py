@@ -3,7 +3,8 @@
 - Examples in docstrings have the names of their module, and those that :func:`_names_of_examples` adds.
 - A test marked ``gpu`` runs where there is a CUDA device.
 - A test marked ``multiprocess`` may start ranks, with ``run_ranks`` or ``torch.distributed.run``; others may not. The
-  ranks of ``run_ranks`` are forked from a process that has imported all modules with such tests.
+  ranks of ``run_ranks`` are forked from a process that has imported all modules with such tests, and has captured
+  a step.
 - A test marked ``slow`` may take ten seconds of a core, as those may that start ranks; others may not.
 - ``--quick`` leaves both out, and takes the first case alone of each test with several.
 """
@@ -150,7 +151,9 @@ def _start_fork_server(session: pytest.Session) -> None:
         "transformers.modeling_utils",
         "tyro",
     )
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*sorted(tests), *compiler, *slow])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        [*sorted(tests), *compiler, *slow, "tests.helpers.warm"]
+    )
     forkserver.ensure_running()
 
 

@@ -161,6 +161,8 @@ def is_elementwise_on_lists(target: Any) -> bool:
 
 def written_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     """Returns the inputs that a call may write in place."""
+    if node.target is operator.getitem:  # of calls without a schema, nearly all
+        return ()
     if has_schemas(node.target):
         if not (written := names_written(node)):
             return ()
@@ -169,8 +171,6 @@ def written_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
         return () if node.target in _FUNCTIONALIZED else tuple(node.all_input_nodes)  # it does not say
     if node.op not in ("call_function", "call_method"):
         return ()
-    if is_pythons(node):
-        return tuple(nodes_in(node.args[:1])) if _is_in_place(node.target) else ()
     is_in_place = _is_in_place(node.target) or _named_argument(node, "inplace")
     named = {name for name, switch in _WRITTEN_IF if _named_argument(node, switch)} | written_names(_packet(node))
     others = [_named_argument(node, name) for name in sorted({"out", *named})]

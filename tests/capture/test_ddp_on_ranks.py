@@ -63,6 +63,9 @@ CASES: dict[str, tuple[Callable[[nn.Module], Callable[..., Any]], Make]] = {
     ),
 }
 
+# With torch's own backend the order of buckets is that of a graph.
+CONTROLS = ("around", "around a part", "replicated")
+
 
 def train(make: Callable[[Any], Callable[..., Any]]) -> list[torch.Tensor]:
     torch.manual_seed(0)
@@ -84,6 +87,8 @@ def compare() -> dict[str, bool]:
     for name, (eager, make) in CASES.items():
         expected = train(eager)
         for backend, options in (("graphpasses", {"inner": "aot_eager"}), ("aot_eager", None)):
+            if backend == "aot_eager" and name not in CONTROLS:
+                continue
             torch._dynamo.reset()
             compiled = lambda each: torch.compile(each, backend=backend, options=options)  # noqa: B023, E731
             weights = train(lambda model: make(model, compiled))  # noqa: B023
@@ -113,7 +118,5 @@ def test_three_ranks() -> None:
     assert all(each == found[0] for each in found)
     assert all(is_equal for name, is_equal in found[0].items() if "graphpasses" in name), found[0]
     assert "refused after the first call, graphpasses" in found[0]
-    # The control: with torch's own backend the order of buckets is that of a graph.
-    assert not found[0]["around, aot_eager"]
-    assert not found[0]["around a part, aot_eager"]
-    assert not found[0]["replicated, aot_eager"]
+    for name in CONTROLS:
+        assert not found[0][f"{name}, aot_eager"]

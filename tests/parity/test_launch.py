@@ -21,12 +21,12 @@ SCRIPT = """
 import os, sys, time
 from pathlib import Path
 
-import torch.distributed as dist
-
 from graphpasses.parity.launch import run_ranks
 
 
 def train(folder):
+    import torch.distributed as dist  # which the caller does without
+
     Path(folder, str(dist.get_rank())).write_text(str(os.getpid()))
     if sys.argv[2] == "fail" and dist.get_rank() == 0:
         while len(os.listdir(folder)) < 2:
@@ -85,9 +85,13 @@ import json
 import sys
 from pathlib import Path
 
-import torch.distributed as dist
+from graphpasses.parity.launch import RankError, run_ranks
 
-connect, folder = dist.init_process_group, Path(sys.argv[1])
+folder = Path(sys.argv[1])
+
+
+def get_rank():
+    return dist.get_rank()
 
 
 def break_connections(*args, rank, **kwargs):
@@ -99,15 +103,15 @@ def break_connections(*args, rank, **kwargs):
         raise RuntimeError(error)
 
 
-dist.init_process_group = break_connections
+if __name__ != "__main__":  # a rank; the caller does without torch
+    import torch.distributed as dist
 
-from graphpasses.parity.launch import RankError, run_ranks
-
-if __name__ == "__main__":
+    connect, dist.init_process_group = dist.init_process_group, break_connections
+else:
     for case in json.loads(sys.argv[2]):
         (folder / "case.json").write_text(json.dumps(case))
         try:
-            print(run_ranks(dist.get_rank, 2))
+            print(run_ranks(get_rank, 2))
         except RankError as error:
             print(str(error).splitlines()[-1])
         failures = list(folder.glob("failure-*"))
