@@ -41,7 +41,8 @@ class StridesOfEager(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if node.op == "call_function":
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
                 ours, theirs = _strides_of(node.meta.get("val")), self.found.get(_key(node.target, args, kwargs))
-                if any(one != two for one, two in zip(ours, theirs or (), strict=False) if two is not None):
+                pairs = zip(ours, theirs or (), strict=False)
+                if any(one != two for one, two in pairs if one is not None and two is not None):
                     return True
         return False
 
@@ -59,7 +60,7 @@ def strides_known(known: Strides) -> Iterator[None]:
 
         def restrided(each: Any) -> Any:
             its = next(strides, None)
-            if its is None or not _is_strided(each) or each.stride() == its:
+            if its is None or _strides_of(each)[0] in (None, its):
                 return each
             made = {"dtype": each.dtype, "device": each.device}
             return dispatch(mode, torch.ops.aten.empty_strided.default, (), (each.shape, its), made)
@@ -75,8 +76,13 @@ def _is_strided(value: Any) -> bool:
 
 
 def _strides_of(results: Any) -> tuple[tuple[int, ...] | None, ...]:
-    """Returns the strides of results; None for one that a backward was told to leave out."""
-    return tuple(tuple(each.stride()) if _is_strided(each) else None for each in tree_leaves(results))
+    """Returns the strides of results; None for one that a backward was told to leave out, or whose sizes vary."""
+
+    def strides(each: Any) -> tuple[int, ...] | None:
+        numbers = (*each.shape, *each.stride()) if _is_strided(each) else (None,)
+        return tuple(each.stride()) if all(isinstance(number, int) for number in numbers) else None
+
+    return tuple(map(strides, tree_leaves(results)))
 
 
 def _key(func: Any, args: Any, kwargs: Any) -> Any:

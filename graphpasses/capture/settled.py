@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 
 from graphpasses._torch.step_tracer import TracedFunction
+from graphpasses._torch.storage import memories
 from graphpasses.errors import CaptureError
 from graphpasses.identity import same_bits
 from graphpasses.state.carried import CarriedError, Place, is_nothing, is_number
@@ -48,7 +49,8 @@ def trace_until_settled(
             if places := followed(found, names):
                 raise CarriedError(*places) from None
             read = [each for each in found if each.is_read(names)]
-            why = next((each.refusal for each in read if each.refusal), None)
+            held = memories(_constants(traced.gm))
+            why = next((each.refusal for each in read if each.refusal and not each.is_made_anew(held)), None)
             is_first = recaptures and bool(read) and not (why or outside)
             if failed is not None and not is_first:
                 raise CaptureError(why or left[0].refusal_of(names) or str(failed)) from failed
@@ -93,6 +95,9 @@ def _begins(
                 f"forward reads attribute {slot.path!r} and changes it at each call ({', '.join(texts)}), and "
                 "a captured step would not. Keep it in a buffer that forward writes in place, or set it outside"
             )
+        if not is_same and may_begin:
+            begins = True
+            continue
         if not is_same:
             raise CaptureError(
                 f"forward changes attribute {slot.path!r} ({', '.join(texts[:2])}) and computes otherwise "
@@ -106,10 +111,14 @@ def _begins(
     return begins
 
 
+def _constants(graph: fx.GraphModule) -> dict[str, torch.Tensor]:
+    """Returns the tensors that a graph holds, by the names of its attributes."""
+    names = (str(node.target) for node in graph.graph.find_nodes(op="get_attr"))
+    return {name: each for name in names if isinstance(each := getattr(graph, name), torch.Tensor)}
+
+
 def _same_graphs(graph: fx.GraphModule, other: fx.GraphModule) -> bool:
     graphs, others = ([m for m in each.modules() if isinstance(m, fx.GraphModule)] for each in (graph, other))
     return [each.code for each in graphs] == [each.code for each in others] and all(
-        same_bits(getattr(graph, node.target), getattr(other, node.target))
-        for node in graph.graph.find_nodes(op="get_attr")
-        if isinstance(getattr(graph, node.target), torch.Tensor)
+        same_bits(each, getattr(other, name)) for name, each in _constants(graph).items()
     )

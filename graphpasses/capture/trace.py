@@ -54,7 +54,9 @@ from graphpasses.state.reads import Reads
 
 @dataclass
 class Trace:
-    """What tracing a step brought; what a trace of it brings itself, of several, which are alike, is the last's."""
+    """What tracing a step brought; what a trace of it brings itself, of several is the last's, or the first's where
+    the second call is another.
+    """
 
     reads: Reads  # what the user's code read from outside
     draws: Sequence[Draw] | None = None  # what it draws from Python's and NumPy's generators; of the first trace
@@ -233,6 +235,13 @@ def trace_step(
             *marked,
         ]
 
+    found: list[dict[str, Any]] = []  # by each trace that ended
+
+    def run() -> tuple[TracedFunction, list[str]]:
+        result = trace_with_torch(step, model)(*given)
+        found.append({**vars(trace), "guards": decisions.guards})
+        return result, decisions.texts
+
     try:
         with (
             TRACING,
@@ -244,13 +253,7 @@ def trace_step(
         ):
             named = zip(paths, leaves, strict=True)
             given = [_distinct(leaf, varying.get(path, ())) for path, leaf in named]
-            trace.result = trace_until_settled(
-                model,
-                reads,
-                all_left,
-                lambda: (trace_with_torch(step, model)(*given), decisions.texts),
-                recaptures=recaptures,
-            )
+            result = trace_until_settled(model, reads, all_left, run, recaptures=recaptures)
     finally:
         for record in reversed(records):
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
@@ -263,7 +266,7 @@ def trace_step(
                 f"{[each.name for each in carried.draws]} before; draw these numbers before the step"
             )
         raise DrawnError(*draws)
-    trace.calls, trace.guards = records[0].calls, decisions.guards
+    vars(trace).update(found[0 if all_left[0].is_first else -1], result=result, calls=records[0].calls)
     # The later trace goes on where the first ended.
     trace.left_values = replace(all_left[0], values=all_left[0].values | all_left[-1].values)
     return trace

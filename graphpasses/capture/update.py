@@ -195,10 +195,15 @@ def _refuse_graph(
                 f"{name} calls {node.target}, whose result depends on more than it is given, as random numbers do, "
                 f"{NOT_FOLLOWED}"
             )
+    placeholders = zip(inputs, module.graph.find_nodes(op="placeholder"), strict=True)
+    written_inputs = [item for item, node in placeholders if is_written(node)]
+    for item in written_inputs:
+        if item.kind is InputKind.HYPERPARAMETER:
+            where = source.optimizers.group_name(item.group)
+            raise CaptureError(f"{name} writes into the tensor {item.state!r} of {where}, {NOT_FOLLOWED}")
     if decides:  # and may write later
         return
-    placeholders = zip(inputs, module.graph.find_nodes(op="placeholder"), strict=True)
-    written = {item.fqn for item, node in placeholders if item.kind is InputKind.PARAMETER and is_written(node)}
+    written = {item.fqn for item in written_inputs if item.kind is InputKind.PARAMETER}
     for fqn in (fqn for group in source.groups for fqn in group):
         if fqn not in written:
             raise CaptureError(

@@ -85,8 +85,8 @@ def _difference(
             expected, changed = _own_step(part, copies, gradients, Kept(before, kept.groups), numbers)
             found += _differences({fqn: parameters.pop(fqn) for fqn in copies}, copies, "parameter")
             for fqn, values in expected.state.items():
-                ours = state.pop(fqn) | {name: value for (owner, name), value in left.items() if owner == fqn}
-                found += _differences(ours, values, f"optimizer state of {fqn!r}:")
+                of_state = {name: value for (owner, name), value in {**numbers, **left}.items() if owner == fqn}
+                found += _differences(state.pop(fqn) | of_state, values, f"optimizer state of {fqn!r}:")
             theirs = {number: value for number, value in changed.items() if not isinstance(value, torch.Tensor)}
             found += _differences(left, theirs, "number")
     return next(iter(found), None)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from graphpasses._torch.storage import memories
 from graphpasses.state.carried import Place, can_carry, is_nothing, is_number, item_in, items_in
 from graphpasses.state.keys import MISSING, key_of
 from graphpasses.state.patterns import Computed, Kept, facts_of
@@ -55,6 +56,14 @@ class Found(NamedTuple):
         return (
             f"{where}, of shape [{', '.join(sizes)}], and found [{', '.join(was)}] there: it is another at each call"
         )
+
+    def is_made_anew(self, held: Collection[Any]) -> bool:
+        """Whether a tensor becomes another without being read, as a mask that is kept for batches of one length, of a
+        step that reads tensors in the memory ``held``.
+        """
+        is_tensor = isinstance(self.before, torch.Tensor) and can_carry(self.before)
+        is_unread = is_tensor and memories(self.before).isdisjoint(held)
+        return is_unread and self.computed is not None and not self.computed.fault
 
     def is_beside(self, other: Found) -> bool:
         """Whether two are in one container, or attributes of one object."""

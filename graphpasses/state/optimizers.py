@@ -91,7 +91,8 @@ class Optimizers:
                     )
             for name in _names_of(optimizer, group):
                 for value in pytree.tree_leaves(group.get(name)):
-                    if isinstance(value, torch.Tensor) and name != "lr":
+                    # What schedulers keep beside (``initial_lr``) is no hyperparameter.
+                    if isinstance(value, torch.Tensor) and name in optimizer.defaults and name != "lr":
                         raise CaptureError(
                             f"{name!r} of {self.group_name(index)} holds a tensor; only lr may be one. Give numbers"
                         )

@@ -72,3 +72,13 @@ def test_a_captured_step_has_those_of_eager(function: Callable[[Tensor], Tensor]
     batch = torch.randn(2, 2, 2, 4)
     step = gp.capture_train_step(loss_fn, model, batch)
     assert torch.equal(step(batch), loss_fn(model, batch))
+
+
+def test_other_strides_of_rows_that_a_mask_selects_are_refused() -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        y = model(x)
+        places = torch.unique(torch.stack(torch.where(y > 0)), dim=1)
+        return y[places[0]].square().sum()
+
+    with pytest.raises(gp.errors.FidelityError, match=r"eager calls aten\.unique_dim\.default\(int64\[2, \d+\], 1\)"):
+        gp.capture_train_step(loss_fn, nn.Linear(3, 3), torch.randn(8, 3))

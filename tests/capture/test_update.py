@@ -156,6 +156,22 @@ def test_learning_rate_in_a_tensor(rate: torch.Tensor) -> None:
         assert equal_weights(*models)
 
 
+def test_a_schedule_of_a_learning_rate_in_a_tensor() -> None:
+    models = build(), build()
+    optimizers = [AdamW(each.parameters(), lr=torch.tensor(0.01)) for each in models]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in optimizers]
+    step = capture(models[1], optimizers[1])
+    rates = []
+    for _ in range(3):
+        eagerly(models[0], optimizers[0], X, None)
+        step(X)
+        rates += [each.param_groups[0]["lr"].item() for each in optimizers]
+        assert equal_weights(*models)
+        for scheduler in schedulers:
+            scheduler.step()
+    assert len({*rates}) == 3
+
+
 def test_state_is_read_live() -> None:
     models = build(), build()
     optimizers = [AdamW(each.parameters()) for each in models]

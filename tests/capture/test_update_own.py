@@ -222,6 +222,10 @@ def keeps_in_group(optimizer: Plain, parameter: nn.Parameter) -> None:
     optimizer.param_groups[0].setdefault("steps", torch.zeros(())).add_(1)
 
 
+def writes_into_its_group(optimizer: Plain, parameter: nn.Parameter) -> None:
+    optimizer.param_groups[0]["start"].add_(1)
+
+
 @torch.compile
 def halved(x: torch.Tensor) -> torch.Tensor:
     return x / 2
@@ -242,6 +246,8 @@ REFUSED: dict[Callable[..., None], str] = {
     decides: "Plain decides by the value of a tensor, which is known when the step runs, and a captured update does "
     f"the same at each call; {INSTEAD}",
     keeps_in_group: f"the step of Plain keeps a tensor as 'steps' of the optimizer's group 0, {NOT_FOLLOWED}",
+    writes_into_its_group: "the step of Plain writes into the tensor 'start' of the optimizer's group 0, "
+    f"{NOT_FOLLOWED}",
     is_compiled: "the step of Plain calls a function that torch.compile made, and the bits of compiled kernels may "
     f'be others. Let it call the function itself, put all under torch.compiler.set_stance("force_eager"), or '
     f"{INSTEAD}",
@@ -252,8 +258,10 @@ REFUSED: dict[Callable[..., None], str] = {
 def test_refuses(change: Callable[..., None]) -> None:
     model = build()
     before, random = copy.deepcopy(model), torch.get_rng_state()
+    optimizer = Plain(model.parameters(), change)
+    optimizer.param_groups[0]["start"] = torch.zeros(())
     with pytest.raises(CaptureError, match=f"^{re.escape(REFUSED[change])}$"):
-        capture(model, Plain(model.parameters(), change))
+        capture(model, optimizer)
     assert equal_weights(model, before)
     assert torch.equal(torch.get_rng_state(), random)
 

@@ -158,3 +158,60 @@ def test_an_object_that_forward_keeps() -> None:
         "before the capture"
     )
     assert model.note is None
+
+
+class Initialized(nn.Linear):
+    """Scales by what its first batch shows, as the activation norm of flows does."""
+
+    is_initialized = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_initialized:
+            with torch.no_grad():
+                self.weight.div_(super().forward(x).std())
+            self.is_initialized = True
+        return super().forward(x).square().mean()
+
+
+class Masked(nn.Linear):
+    """Keeps a mask for batches of one length."""
+
+    mask: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mask is None or self.mask.size(0) != len(x):
+            self.mask = torch.ones(len(x), len(x)).tril()
+        return (self.mask @ super().forward(x)).square().mean()
+
+
+class Positions(nn.Linear):
+    """Keeps a table for batches up to a length."""
+
+    length: int | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.length is None or self.length < len(x):
+            self.length = len(x)
+            self.table = torch.arange(len(x)).cos()[:, None]
+        return (self.table[: len(x)] * super().forward(x)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "lengths", "num_captures"),
+    # Of Positions' captures a call can still take the last alone.
+    [(Initialized, (3, 3, 3), 2), (Masked, (3, 3, 2, 2), 4), (Positions, (2, 2, 3, 3), 1)],
+)
+def test_a_call_that_finds_what_the_next_does_not_is_captured_for_itself(
+    kind: Any, lengths: tuple[int, ...], num_captures: int
+) -> None:
+    torch.manual_seed(0)
+    eager = kind(4, 4)
+    model = copy.deepcopy(eager)
+    step = capture_train_step(lambda model, x: model(x), model, X[: lengths[0]])
+    for length in lengths:
+        expected = eager(X[:length])
+        expected.backward()
+        assert torch.equal(step(X[:length]), expected)
+        assert all(map(torch.equal, model.parameters(), eager.parameters()))
+        assert torch.equal(model.weight.grad, eager.weight.grad)
+    assert len(step.captures) == num_captures
