@@ -195,8 +195,9 @@ class OptimizerFacts:
                 put_part(self.optimizers.state_of(parameters[owner]), name, value)
 
     def check(self, parameters: Mapping[str, torch.Tensor], *, is_moved: bool = False) -> bool:
-        """Returns whether all state is there; raises, and names it, if something changed or a gradient is there, or if
-        parameters share memory whose update ``is_moved``: they are not updated in the optimizer's order.
+        """Returns whether all state is there; raises, and names it, if something changed or a gradient is there.
+
+        Also if parameters share memory whose update ``is_moved``: they are not updated in the optimizer's order.
         """
         self.optimizers.check()
         self._check_attributes()
