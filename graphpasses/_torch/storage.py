@@ -47,6 +47,14 @@ def memories(value: Any) -> set[StorageWeakRef]:
     }
 
 
+def span_of(tensor: Tensor) -> tuple[int, int] | None:
+    """Returns from where to where a tensor lies in memory; None if it lies nowhere."""
+    if tensor.layout is not torch.strided or not tensor.numel() or not (start := tensor.data_ptr()):
+        return None
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
 def times_written(value: Any) -> int:
     """Returns how often a tensor, or another in its memory, was written; 0 for what is none, or does not count."""
     is_counted = isinstance(value, Tensor) and not value.is_inference()

@@ -22,6 +22,7 @@ from graphpasses.state.arithmetic import Number
 from graphpasses.state.keys import MISSING, TensorFacts, key_of
 from graphpasses.state.optimizer_checks import INSTEAD
 from graphpasses.state.optimizers import Kept, Optimizers, with_numbers
+from graphpasses.state.parts import whole
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class UpdateSource:
             shadow.param_groups.append(groups[-1])
             for fqn in fqns:
                 if kept.state.get(fqn):
-                    shadow.state[parameters[fqn]].update(copied(kept.state[fqn]) | by_owner[fqn])
+                    shadow.state[parameters[fqn]].update(whole(copied(kept.state[fqn]) | by_owner[fqn]))
         before = Kept({fqn: dict(kept.state.get(fqn, {})) | by_owner[fqn] for fqn in parameters}, given)
         both = Optimizers(tuple(shadows.values()))
         memory = {fqn: memories(local_part(parameter)) for fqn, parameter in parameters.items()}
@@ -91,8 +92,8 @@ class UpdateSource:
                 raise CaptureError(f"the step of {name} makes state of no parameter, {NOT_FOLLOWED}")
             if not all(any(group is each for each in groups) for group in shadow.param_groups):
                 raise CaptureError(f"the step of {name} replaces its groups, {NOT_FOLLOWED}")
-        state = {fqn: dict(both.state_of(parameters[fqn])) for group in self.groups for fqn in group}
-        after = Kept(state, groups)
+        left = both.kept({fqn: parameters[fqn] for group in self.groups for fqn in group})
+        after = Kept({fqn: dict(each) for fqn, each in left.state.items()}, groups)
         return after, {} if is_first else replaced(before, after, self.optimizers)
 
     def clip(

@@ -19,6 +19,7 @@ from graphpasses.graph.parameters import get_state
 from graphpasses.graph.several_models import clipped_parameters
 from graphpasses.state.arithmetic import Number
 from graphpasses.state.optimizers import OptimizerFacts, Optimizers, is_number
+from graphpasses.state.parts import part_in, put_part
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,12 +67,12 @@ class Update:
         """Puts what the graph returned into the optimizer's state."""
         made = results[len(results) - len(self.replaced) :]
         for (fqn, name), value in zip(self.replaced, made, strict=True):
-            was = state[fqn][name]
-            state[fqn][name] = as_dtensor(value, was) if isinstance(was, DTensor) else value
+            was = part_in(state[fqn], name)
+            put_part(state[fqn], name, as_dtensor(value, was) if isinstance(was, DTensor) else value)
 
     def check(self, parameters: Mapping[str, torch.Tensor]) -> bool:
         """Returns whether the optimizer has all its state; raises if it is not as it was, or a gradient is there."""
-        is_complete = self.facts.check(parameters)
+        is_complete = self.facts.check(parameters, is_moved=bool(self.in_step))
         clips = self.clip_norm is not None
         left = {each: fqn for fqn, each in parameters.items() if clips and each.grad is not None}
         for parameter in clipped_parameters(self.model, self.optimizers) if left else ():
@@ -115,7 +116,7 @@ class Update:
     def values(self, inputs: Sequence[GraphInput], parameters: Mapping[str, torch.Tensor]) -> list[Any]:
         fqns = dict.fromkeys(item.fqn for item in inputs if item.kind is not InputKind.HYPERPARAMETER)
         gradients = {fqn: parameters[fqn].grad for fqn in fqns}
-        state = {fqn: self.optimizers.state_of(parameters[fqn]) for fqn in fqns}
+        state = self.optimizers.kept({fqn: parameters[fqn] for fqn in fqns}).state
         numbers = self.optimizers.kept({}).numbers(self.optimizers)
         return carried_values(inputs, parameters, gradients, state, numbers)
 

@@ -7,7 +7,7 @@ numbers among their hyperparameters; an update reads these when it runs.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import NoneType
 from typing import Any
 
@@ -15,11 +15,14 @@ import torch
 from torch.optim import Optimizer
 
 from graphpasses._torch import pytree
+from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.optimizers import note_step, own_attributes_of
+from graphpasses._torch.storage import span_of
 from graphpasses.errors import CaptureError
 from graphpasses.state.arithmetic import NO_ARITHMETIC, Arithmetic, Call, Number
 from graphpasses.state.keys import Key, TensorFacts, key_of
 from graphpasses.state.optimizer_checks import check_optimizer
+from graphpasses.state.parts import parts_of, put_part
 from graphpasses.state.slots import AGAIN, Owner, changed
 
 
@@ -62,8 +65,8 @@ class Optimizers:
         return {}
 
     def kept(self, parameters: Mapping[str, torch.Tensor]) -> Kept:
-        """Returns what they keep now: of parameters, by FQN, and in their groups."""
-        state = {fqn: self.state_of(parameter) for fqn, parameter in parameters.items()}
+        """Returns what they keep now: of parameters, by FQN and part, and in their groups."""
+        state = {fqn: parts_of(self.state_of(parameter)) for fqn, parameter in parameters.items()}
         return Kept(state, [group for _, group in self.groups])
 
     def step(self) -> None:
@@ -127,6 +130,7 @@ class OptimizerFacts:
     state: Mapping[str, Mapping[str, object]]  # by FQN of each parameter that is updated, and by name
     attributes: tuple[Mapping[str, Key], ...]  # of each optimizer
     names: tuple[Owner, ...] = ()  # what else the code of its step reads
+    starts: list[int] = field(default_factory=list)  # where all lay that shares no memory, see `_check_memory`
 
     @classmethod
     def of(
@@ -185,10 +189,16 @@ class OptimizerFacts:
             return
         kept = self.kept(parameters)
         for (owner, name), value in self.arithmetic.leaves(kept.numbers(self.optimizers)).items():
-            (kept.groups[owner] if isinstance(owner, int) else kept.state[owner])[name] = value
+            if isinstance(owner, int):
+                kept.groups[owner][name] = value
+            else:
+                put_part(self.optimizers.state_of(parameters[owner]), name, value)
 
-    def check(self, parameters: Mapping[str, torch.Tensor]) -> bool:
-        """Returns whether all state is there; raises, and names it, if something changed or a gradient is there."""
+    def check(self, parameters: Mapping[str, torch.Tensor], *, is_moved: bool = False) -> bool:
+        """Returns whether all state is there; raises, and names it, if something changed or a gradient is there.
+
+        Also if parameters share memory whose update ``is_moved``: they are not updated in the optimizer's order.
+        """
         self.optimizers.check()
         self._check_attributes()
         names = {parameter: fqn for fqn, parameter in parameters.items()}
@@ -203,6 +213,8 @@ class OptimizerFacts:
                 raise changed(f"state {name!r} of {fqn!r} in the optimizer", had, has, _LOAD)
         if is_complete:
             self._check_decisions(kept.numbers(self.optimizers))
+        if is_complete and is_moved:
+            self._check_memory(parameters, kept.state)
         for (_, group), known in zip(self.optimizers.groups, self.groups, strict=True):
             for parameter, name in zip(group["params"], known, strict=True):
                 if parameter.grad is not None:
@@ -212,6 +224,35 @@ class OptimizerFacts:
                         "it; call optimizer.zero_grad() before the step"
                     )
         return is_complete
+
+    def _check_memory(self, parameters: Mapping[str, torch.Tensor], state: Mapping[str, dict[str, Any]]) -> None:
+        """Raises if what is kept of a parameter lies in the memory of another, or of what is kept of that."""
+        tensors = [
+            (fqn, name, local_part(each))
+            for fqn, values in state.items()
+            for name, each in (("", parameters[fqn]), *values.items())
+            if isinstance(each, torch.Tensor)
+        ]
+        starts = [each.data_ptr() if each.layout is torch.strided else 0 for *_, each in tensors]
+        if starts == self.starts:
+            return
+        spans = [
+            (*span, fqn, f"state {name!r} of {fqn!r} in the optimizer" if name else f"parameter {fqn!r}")
+            for fqn, name, each in tensors
+            if (span := span_of(each)) is not None
+        ]
+        spans.sort()
+        end, owner, other = 0, "", ""
+        for start, its_end, fqn, name in spans:
+            if start < end and fqn != owner:
+                raise CaptureError(
+                    f"{name} shares memory with {other}, and the step's graph updates each parameter where its "
+                    "gradient is there, in another order than the optimizer; leave out update-in-backward, or "
+                    "capture without optimizer=, and call optimizer.step() after the step"
+                )
+            if its_end > end:
+                end, owner, other = its_end, fqn, name
+        self.starts[:] = starts
 
     def _check_attributes(self) -> None:
         for optimizer, before in zip(self.optimizers.each, self.attributes, strict=True):
@@ -305,7 +346,7 @@ def _names_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, None]
 
 @dataclass(frozen=True)
 class Kept:
-    """What optimizers keep: of parameters, by FQN and name, and in their groups."""
+    """What optimizers keep: of parameters, by FQN and name of a part, and in their groups."""
 
     state: Mapping[str, dict[str, Any]]
     groups: Sequence[dict[str, Any]]

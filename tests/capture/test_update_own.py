@@ -213,6 +213,10 @@ def keeps_a_list(optimizer: Plain, parameter: nn.Parameter) -> None:
     optimizer.state[parameter].setdefault("old", []).append(parameter.clone())
 
 
+def keeps_a_set(optimizer: Plain, parameter: nn.Parameter) -> None:
+    optimizer.state[parameter].setdefault("seen", {torch.zeros(())})
+
+
 def decides(optimizer: Plain, parameter: nn.Parameter) -> None:
     if parameter.norm().item() > 1:
         parameter.div_(parameter.norm())
@@ -242,7 +246,9 @@ REFUSED: dict[Callable[..., None], str] = {
     draws: "the step of Plain calls aten.randn_like.default, whose result depends on more than it is given, as "
     f"random numbers do, {NOT_FOLLOWED}",
     assigns: f"the step of Plain assigns to the .data of '0.weight', {NOT_FOLLOWED}",
-    keeps_a_list: f"Plain keeps a list as state 'old' of '0.weight', {NOT_FOLLOWED}",
+    keeps_a_list: "a step changes 'old[1]' of the state of '0.weight' in the optimizer, nothing before and a tensor "
+    f"then, {NOT_FOLLOWED}",
+    keeps_a_set: f"Plain keeps a set as state 'seen' of '0.weight', {NOT_FOLLOWED}",
     decides: "Plain decides by the value of a tensor, which is known when the step runs, and a captured update does "
     f"the same at each call; {INSTEAD}",
     keeps_in_group: f"the step of Plain keeps a tensor as 'steps' of the optimizer's group 0, {NOT_FOLLOWED}",

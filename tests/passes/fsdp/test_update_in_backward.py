@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,7 +12,7 @@ from torch import fx, nn
 from torch.optim import SGD, AdamW, Optimizer, Rprop
 
 from graphpasses import Pipeline, capture_train_step
-from graphpasses.errors import PipelineError, ProofError
+from graphpasses.errors import CaptureError, PipelineError, ProofError
 from graphpasses.graph import CapturedStep, Stage, TrainGraph
 from graphpasses.passes import DeduplicateShared, UpdateInBackward, default_pipeline
 from graphpasses.passes.runner import GraphPass, Numerics
@@ -96,6 +97,43 @@ def test_parameters_of_one_memory() -> None:
     step(X)
     loss_fn(eager, X).backward()
     SGD(eager.parameters(), 0.1).step()
+    assert all(map(same_bits, model.parameters(), eager.parameters()))
+
+
+class OneCount(Optimizer):
+    """Divides by how many parameters it has updated, which one tensor in all their states counts, or two count."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, is_one: bool = True) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.is_one = is_one
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = self.param_groups[0]["params"]
+        counts = torch.zeros(len(parameters))
+        for count, parameter in zip(counts, parameters, strict=True):
+            state = self.state[parameter]
+            state.setdefault("count", counts[0] if self.is_one else count).add_(1)
+            parameter.sub_(parameter.grad / state["count"])
+
+
+@pytest.mark.parametrize("is_one", [True, False])
+def test_a_state_that_parameters_share(is_one: bool) -> None:
+    """It is there after the first step alone, which is the optimizer's own."""
+    model, eager = build(), build()
+    optimizers = [OneCount(each.parameters(), is_one=is_one) for each in (model, eager)]
+    num_parts, _, step = run(capture(model, optimizers[0]))
+    assert num_parts == 6
+    step(X)
+    if is_one:
+        with pytest.raises(CaptureError, match=r"^state 'count' of '\d.\w+' in the optimizer shares memory with "):
+            step(X)
+        return
+    step(X)
+    for _ in range(2):
+        loss_fn(eager, X).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
     assert all(map(same_bits, model.parameters(), eager.parameters()))
 
 
