@@ -332,6 +332,7 @@ def _facts(tensor: torch.Tensor) -> dict[str, object]:
 
 RESTORED = (list, deque, dict, defaultdict, OrderedDict, Counter, set)
 """Containers whose items are put back; not the user's classes, which may do something else."""
+_OPENED = frozenset({*RESTORED, tuple})
 MAX_ITEMS = 1000
 """Of containers in containers, all together, that are looked at: data sets are longer."""
 
@@ -355,10 +356,10 @@ def attributes_restored(objects: Iterable[Any]) -> Iterator[None]:
 def containers_with_copies(value: Any) -> list[tuple[Any, Any]]:
     """Returns the lists, deques, dicts and sets that a value is, or holds, with copies; of many items not all."""
     found: dict[int, tuple[Any, Any]] = {}
-    pending, left = [value], MAX_ITEMS
+    pending, left = [value] if type(value) in _OPENED else [], MAX_ITEMS
     while pending:
         each = pending.pop()
-        if id(each) in found or type(each) not in (*RESTORED, tuple):
+        if type(each) not in _OPENED or id(each) in found:
             continue
         found[id(each)] = each, each if type(each) is tuple else each.copy()
         left -= len(each)

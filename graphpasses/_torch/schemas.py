@@ -56,7 +56,7 @@ def inner_names(value: torch.Tensor) -> list[str]:
 
 def schemas(target: Any) -> list[Any]:
     """Returns the schemas of an operator: one of an overload, those of all overloads of a packet; otherwise none."""
-    return [overload._schema for overload in _overloads(target)]
+    return [target._schema] if is_operator(target) else [each._schema for each in _overloads(target)]
 
 
 def given_arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:

@@ -128,7 +128,7 @@ def freeze(value: Any) -> Hashable:
     if (kind := type(value)) in _SAME_AS_KEYS:
         return kind, value
     if isinstance(value, (list, tuple)):
-        return tuple(map(freeze, value))
+        return tuple([(type(v), v) if type(v) in _SAME_AS_KEYS else freeze(v) for v in value])
     if isinstance(value, dict):
         return tuple((key, freeze(item)) for key, item in value.items())
     if isinstance(value, py_sym_types):  # which have no hash

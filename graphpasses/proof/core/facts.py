@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -225,12 +225,11 @@ class Facts:
         return self._memories[node][1]
 
 
-def leaves(value: Any) -> Iterator[tuple[Any, int | None]]:
-    """Yields what a value consists of, with its index if there are several."""
+def leaves(value: Any) -> list[tuple[Any, int | None]]:
+    """Returns what a value consists of, with its index if there are several."""
     if isinstance(value, (list, tuple)):
-        yield from ((each, index) for index, each in enumerate(value))
-    else:
-        yield value, None
+        return [(each, index) for index, each in enumerate(value)]
+    return [(value, None)]
 
 
 def _depends_on_data(value: Any) -> bool:

@@ -13,6 +13,8 @@ from graphpasses.graph.size_arithmetic import size_text
 ALIGNMENT = 64
 """At a multiple of so many bytes begins what torch allocates, and no kernel asks for more."""
 
+_NUMBER = frozenset({int})
+
 
 class Layout(NamedTuple):
     """How a tensor lies in memory, as far as the bits that an operator makes of it may depend on that."""
@@ -39,13 +41,15 @@ class View(NamedTuple):
         """Returns how a fake tensor lies; None for what has no strides."""
         if not isinstance(fake, torch.Tensor) or fake.layout is not torch.strided:
             return None
-        shape, strides = (tuple(map(known_size, each)) for each in (fake.shape, fake.stride()))
+        shape, strides = tuple(fake.shape), fake.stride()
+        if not _NUMBER.issuperset(map(type, (*shape, *strides))):
+            shape, strides = (tuple(map(known_size, each)) for each in (shape, strides))
         return cls(shape, strides, known_size(fake.storage_offset()), fake.dtype, fake.is_conj(), fake.is_neg())
 
     @property
     def is_known(self) -> bool:
         """Whether nothing depends on data."""
-        return all(type(each) is int for each in (*self.shape, *self.strides, self.offset))
+        return _NUMBER.issuperset(map(type, (*self.shape, *self.strides, self.offset)))
 
     def extent(self) -> tuple[int, int]:
         """Returns between which bytes of its memory the tensor lies; all where that depends on data."""
