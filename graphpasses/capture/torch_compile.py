@@ -33,6 +33,7 @@ from graphpasses.capture.formulas import give_eagers_formulas
 from graphpasses.capture.late_updates import LateUpdates, compile_whole
 from graphpasses.capture.returned_views import ReturnedViews, take_views_out
 from graphpasses.capture.traced_strides import runner
+from graphpasses.capture.written_memory import WrittenMemory
 from graphpasses.embedding.backward_checks import check_lookups
 from graphpasses.embedding.torchrec.eager_parts import check_pipeline
 from graphpasses.embedding.torchrec.fake_kernels import fake_kernels_if_loaded
@@ -147,6 +148,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
     _guard_hooks(module, model)
     casts = cast_once(module)
     captured = read_model_graph(module, model, remembered, running().place)
+    memory = WrittenMemory(captured)
     communicates = any(map(launches_collective, captured.graph.nodes))
     check_lookups(captured)
     views = ReturnedViews()
@@ -223,6 +225,7 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
             running().place += 1
         for check in checks:
             check()
+        memory.check(values)
         if views.fakes:
             values = (*values, *views.before(*values))
         whole = values
