@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from graphpasses._torch.dtensor import local_part
-from graphpasses._torch.fake_mode import is_fake
-from graphpasses._torch.storage import span_of
+from graphpasses._torch.schemas import is_tensor_subclass
+from graphpasses._torch.storage import memories, span_of
+from graphpasses._torch.symbols import have_symbols
 from graphpasses.analysis.effects import written_memory
 from graphpasses.errors import UnsupportedError
 from graphpasses.graph import DynamoGraph
-from graphpasses.graph.nodes import storages
 
 
 class WrittenMemory:
@@ -26,24 +28,31 @@ class WrittenMemory:
 
     def __init__(self, graph: DynamoGraph) -> None:
         memory = written_memory(graph.graph)
+        fakes = [node.meta.get("val") for node in graph.placeholders]
         self._names = [item.fqn for item in graph.inputs]
-        self._written = {index for index, node in enumerate(graph.placeholders) if storages(node) & memory}
-        # Where inputs of the last call began, how many elements they had, and from where to where they lay.
-        self._last: tuple[list[_Place], dict[int, tuple[int, int]]] = [], {}
+        self._written = {index for index, fake in enumerate(fakes) if memories(fake) & memory}
+        self._strided = [
+            i for i, each in enumerate(fakes) if isinstance(each, Tensor) and each.layout is torch.strided
+        ]
+        self._are_plain = not any(is_tensor_subclass(fakes[index]) for index in self._strided)
+        self._varying = [index for index in self._strided if have_symbols([fakes[index]])]
+        self._last: list[int] = []  # where inputs of the last call began, and how many elements some had
+        self._spans: dict[int, tuple[int, int]] = {}  # from where to where they lay
         self._shared: dict[tuple[int, int], int] | None = None  # when it was compiled
 
     def check(self, values: Sequence[Any]) -> None:
         """Raises if inputs of a call share other memory than those of the first, for which the graph was compiled."""
         if not self._written:
             return
-        tensors = [local_part(each) if isinstance(each, torch.Tensor) else None for each in values]
-        places = [_place(each) for each in tensors]
-        before, spans = self._last
-        if places == before:
+        tensors = (values[index] for index in self._strided)
+        starts = [each.data_ptr() for each in (tensors if self._are_plain else map(local_part, tensors))]
+        starts += [local_part(values[index]).numel() for index in self._varying]
+        if starts == self._last:
             return
-        changed = [index for index, each in enumerate(places) if not before or each != before[index]]
-        found = {index: None if (tensor := tensors[index]) is None else span_of(tensor) for index in changed}
-        spans = {index: span for index, span in (spans | found).items() if span is not None}
+        pairs = zip(self._strided, starts, self._last or itertools.repeat(-1), strict=False)
+        changed = {*self._varying, *(index for index, start, before in pairs if start != before)}
+        found = {index: span_of(local_part(values[index])) for index in changed}
+        spans = {index: span for index, span in (self._spans | found).items() if span is not None}
         shared = dict(self._find_shared(spans))
         if self._shared is None:
             self._shared = shared
@@ -54,7 +63,7 @@ class WrittenMemory:
                 "one memory, or in two, than when it was compiled: it may read what eager has written over, and "
                 "torch does not compile it again. Give a clone of one, or call torch._dynamo.reset() before"
             )
-        self._last = places, spans
+        self._last, self._spans = starts, spans
 
     def _find_shared(self, spans: dict[int, tuple[int, int]]) -> Iterator[tuple[tuple[int, int], int]]:
         """Yields pairs of inputs in one memory, of which one is written, and how far the second is from the first."""
@@ -69,11 +78,3 @@ class WrittenMemory:
                     yield (one, two), spans[two][0] - spans[one][0]
             together.append(index)
             last = max(last, end)
-
-
-_Place: TypeAlias = tuple[int, int] | None
-
-
-def _place(tensor: torch.Tensor | None) -> _Place:
-    is_there = tensor is not None and tensor.layout is torch.strided and not is_fake(tensor)
-    return (tensor.data_ptr(), tensor.numel()) if tensor is not None and is_there else None
