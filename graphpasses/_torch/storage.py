@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.fake_mode import outside_tracing
 from graphpasses._torch.operator_facts import read_tensors
 from graphpasses._torch.operator_recorder import recording_paused
+
+_Key = TypeVar("_Key", bound=Hashable)
 
 _PIECE = 32 << 20  # bytes
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -53,6 +56,18 @@ def span_of(tensor: Tensor) -> tuple[int, int] | None:
         return None
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * tensor.element_size()
+
+
+def sharing(spans: Mapping[_Key, tuple[int, int]]) -> Iterator[tuple[_Key, _Key]]:
+    """Yields pairs of what lies in some of the same memory, that which begins first first; ``spans`` are by names."""
+    together: list[_Key] = []  # what reaches from before into what comes next
+    last = 0
+    for key, (start, end) in sorted(spans.items(), key=operator.itemgetter(1)):
+        if start >= last:
+            together = []
+        yield from ((other, key) for other in together if start < spans[other][1])
+        together.append(key)
+        last = max(last, end)
 
 
 def times_written(value: Any) -> int:

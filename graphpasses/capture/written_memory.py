@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.schemas import is_tensor_subclass
-from graphpasses._torch.storage import memories, span_of
+from graphpasses._torch.storage import memories, sharing, span_of
 from graphpasses._torch.symbols import have_symbols
 from graphpasses.analysis.effects import written_memory
 from graphpasses.errors import UnsupportedError
@@ -67,14 +66,7 @@ class WrittenMemory:
 
     def _find_shared(self, spans: dict[int, tuple[int, int]]) -> Iterator[tuple[tuple[int, int], int]]:
         """Yields pairs of inputs in one memory, of which one is written, and how far the second is from the first."""
-        together: list[int] = []
-        last = 0
-        for index, (start, end) in sorted(spans.items(), key=operator.itemgetter(1)):
-            if start >= last:
-                together = []
-            for other in together:
-                one, two = sorted((index, other))
-                if start < spans[other][1] and not self._written.isdisjoint((one, two)):
-                    yield (one, two), spans[two][0] - spans[one][0]
-            together.append(index)
-            last = max(last, end)
+        for pair in sharing(spans):
+            one, two = sorted(pair)
+            if not self._written.isdisjoint(pair):
+                yield (one, two), spans[two][0] - spans[one][0]

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from graphpasses._torch import pytree
 from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.optimizers import note_step, own_attributes_of
-from graphpasses._torch.storage import span_of
+from graphpasses._torch.storage import sharing, span_of
 from graphpasses.errors import CaptureError
 from graphpasses.state.arithmetic import NO_ARITHMETIC, Arithmetic, Call, Number
 from graphpasses.state.keys import Key, TensorFacts, key_of
@@ -236,22 +236,18 @@ class OptimizerFacts:
         starts = [each.data_ptr() if each.layout is torch.strided else 0 for *_, each in tensors]
         if starts == self.starts:
             return
-        spans = [
-            (*span, fqn, f"state {name!r} of {fqn!r} in the optimizer" if name else f"parameter {fqn!r}")
-            for fqn, name, each in tensors
-            if (span := span_of(each)) is not None
-        ]
-        spans.sort()
-        end, owner, other = 0, "", ""
-        for start, its_end, fqn, name in spans:
-            if start < end and fqn != owner:
+        found = ((fqn, name, span_of(each)) for fqn, name, each in tensors)
+        for other, one in sharing({(fqn, name): span for fqn, name, span in found if span is not None}):
+            if one[0] != other[0]:
+                here, there = (
+                    f"state {name!r} of {fqn!r} in the optimizer" if name else f"parameter {fqn!r}"
+                    for fqn, name in (one, other)
+                )
                 raise CaptureError(
-                    f"{name} shares memory with {other}, and the step's graph updates each parameter where its "
+                    f"{here} shares memory with {there}, and the step's graph updates each parameter where its "
                     "gradient is there, in another order than the optimizer; leave out update-in-backward, or "
                     "capture without optimizer=, and call optimizer.step() after the step"
                 )
-            if its_end > end:
-                end, owner, other = its_end, fqn, name
         self.starts[:] = starts
 
     def _check_attributes(self) -> None:
