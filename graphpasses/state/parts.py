@@ -31,15 +31,18 @@ def parts_of(values: dict[str, Any]) -> dict[str, Any]:
 
     def find(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         kind = type(value)
-        if kind not in (list, tuple, dict) or not any(map(torch.is_tensor, pytree.tree_leaves(value))):
+        if kind not in _KINDS or not any(map(torch.is_tensor, pytree.tree_leaves(value))):
             yield name, value
             return
         for key, each in value.items() if kind is dict else enumerate(value):
             yield from find(Part.of(name, kind, key), each)
 
-    if not any(isinstance(value, (list, tuple, dict)) for value in values.values()):
+    if _KINDS.isdisjoint(map(type, values.values())):  # asked of each parameter at each call
         return values
     return {name: part for each in values.items() for name, part in find(*each)}
+
+
+_KINDS = frozenset((list, tuple, dict))
 
 
 def whole(parts: Mapping[str, Any]) -> dict[str, Any]:
