@@ -5,14 +5,14 @@
 - A test marked ``multiprocess`` may start ranks, with ``run_ranks`` or ``torch.distributed.run``; others may not. The
   ranks of ``run_ranks`` are forked from a process that has imported all modules with such tests, and has captured
   a step.
-- A test marked ``slow`` may take ten seconds of a core, as those may that start ranks; others may not.
+- A test marked ``slow`` may take ten seconds of a core, as those may that start ranks; others that did are listed
+  at the end.
 - ``--quick`` leaves both out, and takes the first case alone of each test with several.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import multiprocessing
 import os
 import re
@@ -47,7 +47,8 @@ _NEEDS = {
 collect_ignore = [path for path, library in _NEEDS.items() if find_spec(library) is None]
 
 
-MAX_SECONDS = 10.0  # a busy machine's; on a quiet one no test without a marker takes five
+MAX_SECONDS = 10.0  # on a quiet machine no test without a marker takes five
+_CORE_SECONDS = "core seconds"  # a property of tests' reports, which reach the process that prints from all others
 _START = pytest.StashKey[float]()
 
 
@@ -119,9 +120,20 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     yield
-    seconds = _core_seconds() - item.stash.get(_START, math.inf)
-    if seconds > MAX_SECONDS:
-        pytest.fail(f"{item.nodeid} takes {seconds:.0f} s; make it faster, or mark it with @pytest.mark.slow")
+    if _START in item.stash:
+        item.user_properties.append((_CORE_SECONDS, _core_seconds() - item.stash[_START]))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Lists tests to be marked ``slow``: no failures, since how long a test takes is up to the machine, too."""
+    seconds = {
+        report.nodeid: dict(report.user_properties).get(_CORE_SECONDS, 0.0)
+        for report in terminalreporter.getreports("")
+    }
+    if slow := sorted(nodeid for nodeid, each in seconds.items() if each > MAX_SECONDS):
+        terminalreporter.section("make these faster, or mark them with @pytest.mark.slow")
+        for nodeid in slow:
+            terminalreporter.line(f"{seconds[nodeid]:.0f} s {nodeid}")
 
 
 def _core_seconds() -> float:

@@ -1,7 +1,8 @@
-"""Only tests that say so start ranks or take long."""
+"""Only tests that say so start ranks, and those that take long without saying so are listed."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import subprocess
 import sys
@@ -34,21 +35,27 @@ def test_ranks_with_the_marker() -> None:
     assert process.exitcode == 0
 
 
-def test_other_tests_have_ten_seconds(
-    conftest: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def tear_down() -> None:
-        hook = conftest.pytest_runtest_teardown(request.node)
-        next(hook)
-        hook.send(None)
+def test_others_that_take_ten_seconds_are_listed(conftest: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    def of(nodeid: str, *seconds: float) -> SimpleNamespace:
+        return SimpleNamespace(nodeid=nodeid, user_properties=[(conftest._CORE_SECONDS, each) for each in seconds])
 
-    start = request.node.stash[conftest._START]
-    for seconds in (9.0, 11.0):
-        monkeypatch.setattr(conftest, "_core_seconds", lambda seconds=seconds: start + seconds)
-        with pytest.raises(StopIteration if seconds < 10 else pytest.fail.Exception) as caught:
-            tear_down()
-    assert "test_other_tests_have_ten_seconds takes 11 s; make it faster, or mark it with" in str(caught.value)
-    monkeypatch.undo()
+    def summary(*reports: SimpleNamespace) -> str:
+        reporter = SimpleNamespace(getreports=lambda _: reports, section=print, line=print)
+        conftest.pytest_terminal_summary(reporter)
+        return capsys.readouterr().out
+
+    assert not summary(of("a.py::short", 9.0), of("a.py::marked"))
+    assert "11 s a.py::long" in summary(of("a.py::long", 11.0), of("a.py::short", 9.0))
+
+
+def test_a_test_has_its_seconds(conftest: Any, request: pytest.FixtureRequest) -> None:
+    with contextlib.closing(conftest.pytest_runtest_teardown(request.node)) as hook:
+        next(hook)
+        with pytest.raises(StopIteration):
+            hook.send(None)
+    name, seconds = request.node.user_properties.pop()
+    assert name == conftest._CORE_SECONDS
+    assert 0 <= seconds < 10
 
 
 @pytest.mark.slow

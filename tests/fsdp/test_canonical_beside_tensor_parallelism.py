@@ -49,10 +49,12 @@ def on(num_data_parallel: int, *, in_tree: bool = True, captured: bool = False) 
     return run_cluster(train, Topology(num_ranks, gpus_per_node=num_ranks), in_tree, captured)[0]
 
 
+@pytest.mark.slow
 def test_one_hash_at_one_degree() -> None:
     assert on(1) == on(2) == on(4)
 
 
+@pytest.mark.slow
 def test_fsdp2_by_itself_differs() -> None:
     assert len({on(num, in_tree=False) for num in (1, 2, 4)}) == 3
 
