@@ -35,15 +35,29 @@ def _broadcast(mode: FakeTensorMode, _: Any, sent: Any, *__: Any) -> Any:
 
 def _ctc_loss(mode: FakeTensorMode, _: Any, *args: Any, **__: Any) -> Any:
     """Returns the losses, and what backward reads of each place up to the end of the longest target."""
-    scores, lengths, sizes = args[0], args[3], mode.shape_env
-    assert sizes is not None
-    is_unknown = isinstance(lengths, torch.Tensor)
-    # Where no node brings the size, as in Dynamo, to which the loss is one operator, nobody looks for it.
-    with nullcontext() if get_proxy_mode() else sizes.ignore_fresh_unbacked_symbols():
-        num_places = sizes.create_unbacked_symint() if is_unknown else 2 * max(lengths) + 1
+    scores, lengths = args[0], args[3]
+    num_places = _unknown_size(mode) if isinstance(lengths, torch.Tensor) else 2 * max(lengths) + 1
     num_steps, num_samples, _ = scores.shape
     with mode:
         return scores.new_empty(num_samples), scores.new_empty(num_samples, num_steps, num_places)
+
+
+def _unknown_size(mode: FakeTensorMode) -> torch.SymInt:
+    sizes = mode.shape_env
+    assert sizes is not None
+    # Where no node brings the size, as in Dynamo, to which the operator is one, nobody looks for it.
+    with nullcontext() if get_proxy_mode() else sizes.ignore_fresh_unbacked_symbols():
+        return sizes.create_unbacked_symint()
+
+
+def _rnn_layer(mode: FakeTensorMode, _: Any, *args: Any, **__: Any) -> Any:
+    """Returns what oneDNN's backward reads, too, of a size that oneDNN knows, where the kernel sees that gradients
+    are on, as it asks itself; else None.
+    """
+    with mode:
+        *results, _ = _meta_registrations.mkldnn_rnn_layer(*args)
+        size = _unknown_size(mode) if torch.is_grad_enabled() else None
+        return *results, None if size is None else args[0].new_empty(size, dtype=torch.uint8)
 
 
 def _ctc_loss_backward(mode: FakeTensorMode, _: Any, gradient: torch.Tensor, scores: torch.Tensor, *__: Any) -> Any:
@@ -100,6 +114,7 @@ FAKE_RESULTS: dict[Any, Any] = {
     aten.rrelu_with_noise_functional.default: _rrelu,
     aten._ctc_loss.default: _ctc_loss,
     aten._ctc_loss.Tensor: _ctc_loss,
+    aten.mkldnn_rnn_layer.default: _rnn_layer,
     aten._ctc_loss_backward.default: _ctc_loss_backward,
     aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
     aten._scaled_dot_product_efficient_attention.default: _efficient_attention,

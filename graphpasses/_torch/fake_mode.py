@@ -107,12 +107,16 @@ def watched_in_other_threads(on_call: Callable[[Any], None]) -> Iterator[None]:
 
 
 class _Results(dict[Any, Any]):
-    """Fake results by operator and arguments. Those of graphs, which have an id for an argument, must not be kept."""
+    """Fake results by operator and arguments. Those of graphs, which have an id for an argument, must not be kept,
+    nor what depends on whether gradients are on.
+    """
 
     def __init__(self) -> None:
         self._of_graphs: list[Any] = []
 
     def __setitem__(self, key: Any, result: Any) -> None:
+        if key.key[0] is aten.mkldnn_rnn_layer.default:
+            return
         if not isinstance(key.key[0], torch._ops.OpOverload):
             self._of_graphs.append(key)
         super().__setitem__(key, result)

@@ -32,6 +32,13 @@ from graphpasses._torch.schemas import bound_arguments, written_names
 _UNINITIALISED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 # Results of attention that its kernels write only where they drop something.
 _OF_DROPOUT = ("philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask")
+# Of operators, the result that their own backward alone reads, and that they do not write everywhere.
+_FOR_BACKWARD = {
+    "aten::_ctc_loss": 1,
+    "aten::_cudnn_rnn": 3,
+    "aten::mkldnn_rnn_layer": 3,
+    "graphpasses::rnn_layer": 3,
+}
 _TO_PYTHON = torch.ops.aten._local_scalar_dense.default  # a program may branch by what it says
 # What a call is that neither a module, nor autograd's engine, nor an optimizer makes, by what was called before.
 _NEXT: dict[Phase, Phase] = {
@@ -159,6 +166,8 @@ class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
         if not dict(given).get("dropout_p"):
             named = zip(func._schema.returns, results if isinstance(results, tuple) else (), strict=False)
             self._leave_unwritten(tensors([each for kind, each in named if kind.name in _OF_DROPOUT]))
+        if (index := _FOR_BACKWARD.get(func._schema.name)) is not None:
+            self._leave_unwritten(tensors([results[index]]))
         return (
             *(self.see(f"result {index}", each) for index, each in enumerate(flat)),
             *(self.see(f"written {name}", each) for name, each in written if id(each) not in seen),

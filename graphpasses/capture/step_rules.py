@@ -41,11 +41,6 @@ def refuse_step(step: CapturedStep, trace: Trace) -> None:
 
 def _calls(step: CapturedStep, _: Trace) -> str | None:
     for node in step.graph.nodes:
-        if node.target is aten.mkldnn_rnn_layer_backward.default:
-            return (
-                "the model has an LSTM that runs in oneDNN, whose backward cannot be run from a graph; turn oneDNN "
-                "off in both runs, with torch.backends.mkldnn.set_flags(False)"
-            )
         if getattr(node.target, "namespace", "") == "c10d":
             return (
                 f"loss_fn communicates in place: {named_call(node)}. A graph has no wait for it, so what it brings "

@@ -27,6 +27,7 @@ from graphpasses.graph.nodes import SAME_TENSOR_OPS, argument, reach
 from graphpasses.graph.parameters import get_state, parameter_infos
 from graphpasses.graph.returned import Returned
 from graphpasses.identity import IdentityMap
+from graphpasses.ops.rnn_layer import RNN_LAYER
 from graphpasses.state.model import trained_state
 from graphpasses.state.snapshot import Snapshot
 
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from torchtitan.experiments.graph_trainer.make_fx_tracer import TracedResult
 
     from graphpasses._torch.step_tracer import TracedFunction
+
+
+aten = torch.ops.aten
 
 
 def read_traced_result(traced: TracedResult, *, model: nn.Module, snapshot: Snapshot | None = None) -> CapturedStep:
@@ -95,6 +99,7 @@ def read_step(
     """
     returned = returned or Returned()
     _make_views(traced.gm)
+    _keep_rnn_layers(traced.gm)
     give_eagers_formulas(traced.gm.graph)
     identity = IdentityMap.of(model)
     kinds = [(InputKind.BATCH, path) for path, _ in batch_leaves]
@@ -156,6 +161,7 @@ def read_traced_stage(traced: TracedResult, *, model: nn.Module, num_results: in
         CaptureError: as there.
     """
     _make_views(traced.gm)
+    _keep_rnn_layers(traced.gm)
     num_state, num_inputs = len(traced.state_fqns), traced.num_flat_inputs
     names = [(InputKind.VALUE, f"input {index}") for index in range(num_inputs - num_state - num_tangents)]
     names += [(InputKind.TANGENT, f"gradient of result {index}") for index in range(num_tangents)]
@@ -244,6 +250,19 @@ def _make_views(module: fx.GraphModule) -> None:
         node.target = view
         for user in [user for user in operand.users if user > node]:
             user.replace_input_with(operand, node)
+
+
+def _keep_rnn_layers(module: fx.GraphModule) -> None:
+    """Lets the kernel of an LSTM's layer see that gradients are on where it saw that in eager: what it keeps says."""
+    for node in module.graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer.default):
+        kept = node.meta["val"][-1]
+        if kept is not None and isinstance(kept.shape[0], int):  # torch's fake result, with gradients and without
+            raise CaptureError(
+                "the model has an LSTM that runs in oneDNN, and its tracer does not tell whether gradients are on, "
+                "by which that rounds; turn oneDNN off in both runs, with torch.backends.mkldnn.set_flags(False)"
+            )
+        if kept is not None:
+            node.target = RNN_LAYER
 
 
 def _is_made_here(node: fx.Node) -> bool:

@@ -155,15 +155,6 @@ def test_casts_are_kept_apart() -> None:
     assert_equal_steps(model, loss_fn=loss_fn)
 
 
-def test_onednn_lstm_is_refused() -> None:
-    if not torch.backends.mkldnn.is_available():
-        pytest.skip("torch was built without oneDNN")
-    assert refusal(lambda model, x: model(x)[0].square().mean(), nn.LSTM(3, 2)) == (
-        "the model has an LSTM that runs in oneDNN, whose backward cannot be run from a graph; turn oneDNN off in "
-        "both runs, with torch.backends.mkldnn.set_flags(False)"
-    )
-
-
 def test_parameter_written_through_a_view() -> None:
     """What is read after the write must not be taken for what was read before it."""
     model = nn.Linear(3, 3, bias=False)
