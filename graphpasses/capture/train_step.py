@@ -113,8 +113,8 @@ def capture_train_step(
         CaptureError: the loss is not a scalar tensor that depends on a trainable parameter; ``loss_fn`` calls
             ``backward``, runs under autocast, or decides by a value that does not follow from the batch, buffers and
             constants, nor is one of three comparisons of what parameters compute; the batch holds something else than
-            tensors and plain values, or a tensor that requires a gradient; the model is on meta or has an LSTM that
-            runs in oneDNN; or a captured step would train otherwise than eager, see the limits in the documentation.
+            tensors and plain values, or a tensor that requires a gradient; the model is on meta; or a captured
+            step would train otherwise than eager, see the limits in the documentation.
         FidelityError: eager calls other operators than the traced step, or the same on other values.
         AgreementError: ranks were given different ``clip_norm``, ``recapture`` or ``check_every``, or optimizers of
             different classes; or their steps launch different collectives.

@@ -14,7 +14,7 @@ from graphpasses._torch.fake_mode import active_fake_mode, is_fake
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module, quick_call
 from graphpasses._torch.surroundings import never_compiled
 from graphpasses.errors import CaptureError
-from graphpasses.graph.accumulation import CutGraph, Cuts, CutSteps
+from graphpasses.graph.accumulation import CutGraph, Cuts, CutSteps, Waiting
 from graphpasses.graph.batch import Varying, check_leaves, check_memory
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.gradients import Gradients
@@ -186,7 +186,7 @@ class CapturedStep(TrainGraph):
         staying = self._staying()
         self._unsharded.shard(staying)
         waiting, pending = self.cut_steps.find_waiting()
-        step, tensors, leaves = self.fitting(*batch)
+        step, tensors, leaves = self.fitting(*batch, waits=waiting != Waiting())
         step = step.cut_steps.fitting(step, waiting)
         named = step.snapshot.structure.named(tensors, step.parameters)
         is_updatable = step.update is None or step.update.check(named)
@@ -198,9 +198,9 @@ class CapturedStep(TrainGraph):
         step.batch_structure.take(batch)
         return returned
 
-    def fitting(self, *batch: Any) -> tuple[Self, list[torch.Tensor | None], list[Any]]:
+    def fitting(self, *batch: Any, waits: bool = False) -> tuple[Self, list[torch.Tensor | None], list[Any]]:
         """Returns the capture that a call would run on a batch, the model's tensors, and what else it reads."""
-        step, tensors, leaves = self._cache.fitting(batch)
+        step, tensors, leaves = self._cache.fitting(batch, waits=waits)
         return step, tensors, step.read_inputs(leaves)
 
     def read_inputs(self, leaves: Sequence[Any]) -> list[Any]:

@@ -6,8 +6,10 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from datetime import timedelta
 from functools import partial
+from time import monotonic
 from typing import Any, TypeVar
 
 import torch
@@ -34,8 +36,13 @@ class RankConsensus:
     """
 
     def __init__(self, groups: Iterable[str], device: torch.device) -> None:
-        self.groups = tuple(dict.fromkeys(groups))
+        self._groups = tuple(dict.fromkeys(groups))
         self._device = device
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The names of the groups that are asked."""
+        return () if _ASKS_NOBODY.get() else self._groups
 
     @classmethod
     def of_graph(cls, graph: fx.Graph, device: torch.device) -> RankConsensus:
@@ -172,15 +179,16 @@ class RankConsensus:
         """Counts a call of a step that communicates so: all ranks call their steps in one order."""
         _NUM_CALLS.update(self.groups)
 
-    def all_come(self, error: Exception, to: str = "call", patience: timedelta | None = None) -> bool:
+    def all_come(self, error: Exception | None, to: str = "call", patience: timedelta | None = None) -> bool:
         """Whether all ranks come here in this call, while they have patience; each has an ``error`` that it raises
-        otherwise. ``to`` says what for: some come for one thing, and some for another.
+        otherwise, if it does. ``to`` says what for: some come for one thing, and some for another.
 
         Those that do not come go on, and may wait for this one: they hear of the error. One that comes in its next
         call has sent what the others have not, and comes too late.
         """
         failed = FailedRanks(self.groups)
-        failed.tell(error)
+        if error is not None:
+            failed.tell(error)
         for name in self.groups:
             if not ranks_are_processes(group := named_group(name)):
                 continue
@@ -189,10 +197,13 @@ class RankConsensus:
             is_here = f"{key}, all {before // group.size()}"  # they may come twice before the next call
             if (before + 1) % group.size() == 0:
                 store.set(is_here, "")
-            rounds = range(int(min(patience or _PATIENCE, store.timeout) / _MOMENT))
-            if not any(_is_set(store, is_here) for _ in rounds if not store.check([_HEARD])):
-                store.add(key, -1)
-                return False
+            # Who goes on alone has others wait meanwhile.
+            until = min(patience or _PATIENCE, store.timeout if error is not None else store.timeout / 4)
+            end = monotonic() + until.total_seconds()
+            while not _is_set(store, is_here):
+                if store.check([_HEARD]) or monotonic() >= end:
+                    store.add(key, -1)
+                    return False
         failed.forget()
         return True
 
@@ -220,6 +231,19 @@ class RankConsensus:
                 except RuntimeError:
                     return False
         return True
+
+
+_ASKS_NOBODY = ContextVar("asks nobody", default=False)
+
+
+@contextmanager
+def nobody_asked() -> Iterator[None]:
+    """Lets a rank decide alone in the block what the others do not come for."""
+    token = _ASKS_NOBODY.set(True)
+    try:
+        yield
+    finally:
+        _ASKS_NOBODY.reset(token)
 
 
 def _is_set(store: Any, key: str) -> bool:
@@ -266,6 +290,8 @@ _COMING = "graphpasses: coming"
 _MOMENT = timedelta(seconds=0.5)
 _NUM_CALLS: Counter[str] = Counter()  # of steps, by the name of a group in which they communicate
 _LONG_PATIENCE = timedelta(minutes=5)  # of one that has sent nothing: others may write a checkpoint before
+ALONE_AFTER = timedelta(seconds=5)
+"""How long a rank waits for others that may come, before it goes on alone."""
 _PATIENCE = timedelta(seconds=60)  # of a rank that failed with others that may wait for it until their timeout
 
 

@@ -13,8 +13,10 @@ from torch import nn
 
 from graphpasses._torch.fsdp2_accumulation import accumulation_set_aside
 from graphpasses.errors import AgreementError, CaptureError
+from graphpasses.graph.certificate import Launch, find_unlike_launch
 from graphpasses.graph.guards import NO_DECISION
-from graphpasses.graph.rank_consensus import FailedRanks, RankConsensus
+from graphpasses.graph.launches import launches_as_traced
+from graphpasses.graph.rank_consensus import ALONE_AFTER, FailedRanks, RankConsensus, nobody_asked
 from graphpasses.state.carried import BuiltInError
 from graphpasses.state.keys import same_tensors
 from graphpasses.state.optimizer_checks import INSTEAD
@@ -42,6 +44,22 @@ _ADVICE = {"loss_fn decided": NO_DECISION, " decided by ": INSTEAD[0].upper() + 
 _ELSEWHERE = "on another rank, something is otherwise than it was"
 
 
+_ALONE = (
+    "on this rank alone, and the step for it launches other collectives than the other ranks do, or decides by "
+    "values. Let loss_fn run the same modules on all ranks, or change that on all"
+)
+
+
+def _launch_alike(step: Step, other: Step) -> bool:
+    """Whether ranks may run one of two steps each."""
+
+    def launches(each: Step) -> Sequence[Launch]:
+        known = each.report is not None and each.report.certificate
+        return known.launches if known else launches_as_traced(each)
+
+    return find_unlike_launch(launches(step), launches(other)) is None
+
+
 def _is_guarded(step: Step) -> bool:
     """Whether ``loss_fn``, or the optimizer, decides by values that may be others at the next call."""
     return step.guards is not None or (step.update is not None and step.update.decides_by_counts)
@@ -57,12 +75,14 @@ def _look(step: Step, given: Sequence[Any]) -> tuple[CaptureError | None, Any]:
 
 class GuardedCache:
     """A captured step, and those captured again, each with its guards and with what it has built in of the model and
-    of values from outside: all ranks run the same one at each call.
+    of values from outside. All ranks run the same one at each call, or such as launch the same collectives.
     """
 
     def __init__(self, first: Step) -> None:
         self._first = self._last = first  # which ran last
-        self.steps = [first]
+        self._together = first  # which all ranks ran last
+        self.steps = [first]  # the same on all ranks
+        self._own: list[Step] = []  # this rank's
         self._num_captured = 1
         self._num_calls = 0
         self._built_in: set[str] = set()  # paths of numbers that no step reads as inputs
@@ -73,10 +93,12 @@ class GuardedCache:
         self._is_checked = False
         self._is_guarded = None if self.groups else _is_guarded(first)
 
-    def fitting(self, batch: tuple[Any, ...]) -> tuple[Step, Any, Sequence[Any]]:
+    def fitting(self, batch: tuple[Any, ...], *, waits: bool) -> tuple[Step, Any, Sequence[Any]]:
         """Returns the step that all ranks captured with what is so now, or captures it; its model's tensors; and the
-        leaves of the batch.
+        leaves of the batch. Where a gradient ``waits`` all ranks run the same step.
         """
+        if waits:
+            self._last = self._together
         self._num_calls += 1
         self.consensus.count_call()
         given = self._first.batch_structure.leaves(batch)
@@ -97,8 +119,16 @@ class GuardedCache:
         if changed is not None and self._last.recapture is None:
             raise changed
         # The others ask at each call where something is guarded.
-        if changed is not None and not self._is_guarded and not self.consensus.all_come(changed):
-            raise changed
+        if changed is not None and not self._is_guarded and self.groups:
+            if not waits and (step := self._found_alone(batch, given)) is not None:
+                self._last = step
+                return step, step.look(given), given
+            if not self.consensus.all_come(changed if waits else None, patience=None if waits else ALONE_AFTER):
+                if waits:
+                    raise changed
+                with nobody_asked():
+                    self._capture_for(batch, given, changed, "")
+                return self._last, self._last.look(given), given
         differences = [self._difference(step, batch, given, looks=changed is not None) for step in self.steps]
         fits = self.consensus.all_ranks([difference is None for difference in differences])
         if True in fits:
@@ -108,7 +138,14 @@ class GuardedCache:
             self._last = step
         else:
             self._capture_for(batch, given, changed, next(filter(None, differences), _ELSEWHERE))
+        self._together = self._last
         return self._last, self._last.look(given), given
+
+    def _found_alone(self, batch: tuple[Any, ...], given: Sequence[Any]) -> Step | None:
+        """Returns a step for a batch that launches what the last one does, which the others may go on with."""
+        known = (*self.steps, *self._own)
+        fitting = (each for each in known if self._difference(each, batch, given, looks=True) is None)
+        return next((each for each in fitting if _launch_alike(each, self._last)), None)
 
     def _difference(self, step: Step, batch: tuple[Any, ...], given: Sequence[Any], *, looks: bool) -> str | None:
         """Says why a step is not for a batch; what it has built in is looked at first if it ``looks``, else last."""
@@ -162,6 +199,12 @@ class GuardedCache:
         step.seconds, step.recapture = first.seconds, first.recapture
         step = self.rewritten(step, first.rewrites)
         step.note(f"captured again: {why}")
+        if self.groups and not self.consensus.groups:
+            if _is_guarded(step) or not _launch_alike(step, first):
+                raise CaptureError(f"{why}, {_ALONE}")
+            step.note(f"the other ranks did not capture it, and it was not compared with an eager step: {why}")
+            self._own, self._last = [*self._own[-MAX_STEPS + 1 :], step], step
+            return
         # The others hold a number constant that this one changes.
         if not self.consensus.all_ranks([step.carried.numbers == first.carried.numbers])[0]:
             self.steps.clear()
@@ -197,7 +240,10 @@ class GuardedCache:
         elsewhere = FailedElsewhereError("another rank could not capture the step again; its message says why")
         together = partial(self.consensus.raised_together, elsewhere)
         with together(), together() as meet, torch.enable_grad():
-            return first.recapture(first.model, *batch, carried=carried, numbers=numbers, traced_everywhere=meet)
+            options: dict[str, Any] = {"carried": carried, "numbers": numbers, "traced_everywhere": meet}
+            if self.consensus.groups != self.groups:
+                options["check"] = False  # an eager step would communicate
+            return first.recapture(first.model, *batch, **options)
 
     def rewritten(self, step: Step, rewrites: Iterable[Callable[[Step], Step]]) -> Step:
         """Returns a step after rewrites; raises on all ranks if it launches different collectives on them."""
