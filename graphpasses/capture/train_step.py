@@ -69,7 +69,7 @@ def capture_train_step(
 
     Nothing of the model changes, but for buffers that forward lets require gradients: the step is traced on fake
     tensors, and compared with one eager step, after which all is put back. Every rank of the model's meshes must
-    capture, with batches of the same shapes.
+    capture; batches may have a size of its own on each.
 
     Args:
         loss_fn: called as ``loss_fn(model, *batch)``; returns the loss, a scalar floating-point tensor, or a tuple

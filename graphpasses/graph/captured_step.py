@@ -241,7 +241,7 @@ class CapturedStep(TrainGraph):
     @property
     def captures(self) -> tuple[CapturedStep, ...]:
         """This step and those captured since, but for those that no call can take any more."""
-        return tuple(self._cache.steps)
+        return (*self._cache.steps, *self._cache.own)
 
     @cached_property
     def _cache(self) -> GuardedCache:

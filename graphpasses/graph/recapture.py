@@ -82,7 +82,7 @@ class GuardedCache:
         self._first = self._last = first  # which ran last
         self._together = first  # which all ranks ran last
         self.steps = [first]  # the same on all ranks
-        self._own: list[Step] = []  # this rank's
+        self.own: list[Step] = []  # this rank's
         self._num_captured = 1
         self._num_calls = 0
         self._built_in: set[str] = set()  # paths of numbers that no step reads as inputs
@@ -143,7 +143,7 @@ class GuardedCache:
 
     def _found_alone(self, batch: tuple[Any, ...], given: Sequence[Any]) -> Step | None:
         """Returns a step for a batch that launches what the last one does, which the others may go on with."""
-        known = (*self.steps, *self._own)
+        known = (*self.steps, *self.own)
         fitting = (each for each in known if self._difference(each, batch, given, looks=True) is None)
         return next((each for each in fitting if _launch_alike(each, self._last)), None)
 
@@ -203,7 +203,7 @@ class GuardedCache:
             if _is_guarded(step) or not _launch_alike(step, first):
                 raise CaptureError(f"{why}, {_ALONE}")
             step.note(f"the other ranks did not capture it, and it was not compared with an eager step: {why}")
-            self._own, self._last = [*self._own[-MAX_STEPS + 1 :], step], step
+            self.own, self._last = [*self.own[-MAX_STEPS + 1 :], step], step
             return
         # The others hold a number constant that this one changes.
         if not self.consensus.all_ranks([step.carried.numbers == first.carried.numbers])[0]:

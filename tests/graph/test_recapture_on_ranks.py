@@ -47,7 +47,7 @@ def rows(number: int, seed: int) -> torch.Tensor:
 
 
 def train(numbers: Iterable[int], change: Callable[[int, nn.Module], object], **options: Any) -> list[Any]:
-    """Returns which steps had eager's bits."""
+    """Returns which steps had eager's bits, and how often the step was captured then."""
     (ours, eager), step, seen = models(), None, list[Any]()
     updates = [torch.optim.AdamW(each.parameters(), 1e-2) for each in (ours, eager)]
     options = {"optimizer": updates[0]} if options.pop("updates", False) else {}
@@ -66,7 +66,7 @@ def train(numbers: Iterable[int], change: Callable[[int, nn.Module], object], **
         weights = [[each.to_local() for each in model.parameters()] for model in (ours, eager)]
         seen.append(same_bits(loss, expected.detach()) and all(map(same_bits, *weights)))
     assert isinstance(step, CapturedStep)
-    return seen
+    return [*seen, len(step.captures)]
 
 
 def nothing(index: int, model: nn.Module) -> None:
@@ -122,10 +122,13 @@ def trained() -> list[dict[str, Any]]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", ["another size", "another size, updated", "each its own", "a value"])
-def test_one_rank_goes_on_alone(name: str, trained: list[dict[str, Any]]) -> None:
-    for rank in trained:
-        assert rank[name] == [True] * len(rank[name])
+@pytest.mark.parametrize(
+    ("name", "nums_captures"),
+    [("another size", (1, 2)), ("another size, updated", (1, 2)), ("each its own", (3, 2)), ("a value", (1, 2))],
+)
+def test_one_rank_goes_on_alone(name: str, nums_captures: tuple[int, int], trained: list[dict[str, Any]]) -> None:
+    for rank, num_captures in zip(trained, nums_captures, strict=True):
+        assert rank[name] == [True] * (len(rank[name]) - 1) + [num_captures]
 
 
 @pytest.mark.multiprocess
