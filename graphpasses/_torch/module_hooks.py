@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -127,3 +128,27 @@ def hook_dicts(tensor: torch.Tensor) -> list[dict[int, Any]]:
 def have_hooks(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a hook waits for a gradient of a tensor."""
     return any(any(map(each, tensors)) for each in _HOOKS_OF_TENSORS)
+
+
+_OF_EVERY = frozenset(vars(nn.Module())) - {"training"}
+_OF_RNNS = frozenset({"_flat_weights", "_flat_weight_refs"})
+
+
+def give_rnns_stand_ins(model: nn.Module, stands_for: Callable[[str], torch.Tensor | None]) -> None:
+    """Lets a model's RNNs find their weights unchanged where others stand for what ``stands_for`` says, by FQN."""
+    for fqn, module in model.named_modules():
+        if isinstance(module, nn.RNNBase):
+            weights, refs = [*module._flat_weights], [*module._flat_weight_refs]
+            for index, (name, ref) in enumerate(zip(module._flat_weights_names, refs, strict=True)):
+                own = stands_for(f"{fqn}.{name}".lstrip("."))
+                if own is not None and ref is not None and ref() is own:
+                    stand_in = getattr(module, name)
+                    weights[index], refs[index] = stand_in, weakref.ref(stand_in)
+            vars(module).update(_flat_weights=weights, _flat_weight_refs=refs)
+
+
+def is_kept_by_torch(module: Any, name: str) -> bool:
+    """Whether torch alone keeps what a module has under a name: parameters, hooks, not its mode; and the list of an
+    RNN's weights, which its forward makes again where they are others.
+    """
+    return name in _OF_EVERY or (name in _OF_RNNS and isinstance(module, nn.RNNBase))

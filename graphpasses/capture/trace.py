@@ -19,7 +19,7 @@ from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_tracing import communication_traced, other_models_refused
 from graphpasses._torch.in_place_collectives import collectives_with_waits
 from graphpasses._torch.module_answers import answers_as_in_eager, mark_parameters
-from graphpasses._torch.module_hooks import accumulation_hooks, give_gradient_hooks
+from graphpasses._torch.module_hooks import accumulation_hooks, give_gradient_hooks, give_rnns_stand_ins
 from graphpasses._torch.operator_calls import OperatorCalls
 from graphpasses._torch.operator_facts import read_tensors
 from graphpasses._torch.recorded_operator import Operator
@@ -123,6 +123,7 @@ def trace_step(
             for name, value in vars(state[fqn]).items():
                 if name[0] != "_" and not hasattr(tensor, name):
                     setattr(tensor, name, value)
+        give_rnns_stand_ins(model, state.get)
         for tensor, fqn in {tensor: fqn for fqn, tensor in named.items()}.items():
             give_gradient_hooks(state[fqn], tensor)
             if is_ordered:

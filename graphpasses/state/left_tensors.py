@@ -13,7 +13,7 @@ from torch.types import py_sym_types
 
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_parameters import named_sharded_parameters
-from graphpasses._torch.module_hooks import hook_dicts
+from graphpasses._torch.module_hooks import hook_dicts, is_kept_by_torch
 from graphpasses._torch.schemas import is_tensor_subclass
 from graphpasses._torch.storage import memories
 from graphpasses.errors import CaptureError
@@ -285,8 +285,6 @@ class LeftTensors:
         return left, values
 
 
-MODULE_STATE = frozenset(vars(nn.Module())) - {"training"}
-"""What every module has of torch's own: parameters, hooks; not its mode, which forward may change."""
 IN_CONTAINER = (
     "forward keeps something in the attribute {!r}, in a container, and a captured step would not: what a later "
     "call reads or adds to, or another object than a tensor or Python value. Make a new list, tuple or dict in each "
@@ -328,5 +326,5 @@ def _attributes_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
     """Yields the attributes of a model's modules that not every module has, by FQN, with the module."""
     for fqn, module in model.named_modules():
         for name, value in vars(module).items():
-            if name not in MODULE_STATE:
+            if not is_kept_by_torch(module, name):
                 yield f"{fqn}.{name}".lstrip("."), module, value

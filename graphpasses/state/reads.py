@@ -18,13 +18,13 @@ from unittest import mock
 import torch
 from torch import nn
 
-from graphpasses._torch.module_hooks import hooks
+from graphpasses._torch.module_hooks import hooks, is_kept_by_torch
 from graphpasses.errors import CaptureError
 from graphpasses.identity import has_other_items, walk_modules
 from graphpasses.state.calls import calls_watched, stored_names
 from graphpasses.state.carried import Place
 from graphpasses.state.keys import CONTAINERS, MISSING, Key, attributes_of, key_of
-from graphpasses.state.left_tensors import IN_CONTAINER, MODULE_STATE, Left, read_before
+from graphpasses.state.left_tensors import IN_CONTAINER, Left, read_before
 from graphpasses.state.origin import is_torchs, is_users, is_users_code, users_modules
 from graphpasses.state.outside import Outside, refuse_iterator
 from graphpasses.state.patterns import COMPUTED, Known, pattern_of, walk
@@ -289,7 +289,7 @@ class Reads:
 
     def _is_seen(self, this: Any, name: str) -> bool:
         """Whether a name is watched that is read now: ``__dict__`` is by code that is not the object's own."""
-        if id(this) not in self._watched or (name in MODULE_STATE and id(this) in self._outside.of_model):
+        if id(this) not in self._watched or (is_kept_by_torch(this, name) and id(this) in self._outside.of_model):
             return False
         if name != "__dict__":
             return name[:2] != "__"
