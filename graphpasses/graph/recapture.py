@@ -15,7 +15,6 @@ from graphpasses._torch.fsdp2_accumulation import accumulation_set_aside
 from graphpasses.errors import AgreementError, CaptureError
 from graphpasses.graph.guards import NO_DECISION
 from graphpasses.graph.rank_consensus import FailedRanks, RankConsensus
-from graphpasses.state.carried import BuiltInError
 from graphpasses.state.keys import same_tensors
 from graphpasses.state.optimizer_checks import INSTEAD
 
@@ -162,8 +161,9 @@ class GuardedCache:
         step.seconds, step.recapture = first.seconds, first.recapture
         step = self.rewritten(step, first.rewrites)
         step.note(f"captured again: {why}")
-        # The others hold a number constant that this one changes.
-        if not self.consensus.all_ranks([step.carried.numbers == first.carried.numbers])[0]:
+        # The others hold a number constant that this one changes, but for one that is built in for its value now.
+        numbers = {*first.carried.numbers} & {*step.carried.paths}
+        if not self.consensus.all_ranks([{*step.carried.numbers} == numbers])[0]:
             self.steps.clear()
         self.steps = [*self.steps[-MAX_STEPS + 1 :], step]
         self._last = step
@@ -177,20 +177,27 @@ class GuardedCache:
         known = first.carried.that_can_be()
         numbers = first.snapshot.changed_values()
         of_batch = first.batch_structure.changed_numbers(given, first.batch_leaves)
+        by_value = set[str]()  # paths of inputs that this capture decides by, as `if v == 0`, or has special code for
         while True:
-            of_batch -= self._built_in
-            also = [numbers[path] for path in numbers.keys() - self._built_in - {*known.paths}]
+            of_batch -= self._built_in | by_value
+            known = known.without(by_value)
+            also = [numbers[path] for path in numbers.keys() - self._built_in - by_value - {*known.paths}]
             carried = known.and_also(*also)
-            if self.consensus.all_ranks([not also and of_batch <= first.batch_structure.numbers])[0]:
-                return self._captured(batch, known, of_batch)
+            is_last = self.consensus.all_ranks([not also and of_batch <= first.batch_structure.numbers])[0]
+            paths = {*carried.paths, *of_batch}
             try:
-                return self._captured(batch, carried, of_batch)
-            except FailedElsewhereError:  # another rank has fewer then
-                pass
-            except CaptureError as error:
-                path = error.path if isinstance(error, BuiltInError) else ""
-                paths = {*carried.paths, *of_batch}
-                self._built_in |= {path} if path in paths else paths
+                return self._captured(batch, known if is_last else carried, of_batch)
+            except AgreementError:
+                raise
+            except Exception as error:  # also torch's own, which cannot trace all that is computed of a number
+                found = {getattr(error, "path", "")} & paths
+                goes_on = isinstance(error, FailedElsewhereError) or bool(found) or (bool(paths) and not is_last)
+                if not self.consensus.all_ranks([goes_on])[0]:
+                    raise
+                if found:
+                    by_value |= found
+                elif not isinstance(error, FailedElsewhereError):
+                    self._built_in |= paths
 
     def _captured(self, batch: tuple[Any, ...], carried: Any, numbers: frozenset[str]) -> Step:
         first = self._last

@@ -258,3 +258,24 @@ def test_a_number_of_a_batch_that_is_built_in() -> None:
         for weight in (2.0, 3.0):
             step.check(x_of(0), rate, weight)
     assert [each.batch_structure.numbers for each in step.captures[1:]] == [{"batch[2]"}] * 2
+
+
+def skipped(model: nn.Module, x: Tensor, weight: float) -> Tensor:
+    loss = model(x).square().mean()
+    return loss if weight == 0 else loss + weight * model(-x).abs().mean()
+
+
+def scaled_by_power(model: nn.Module, x: Tensor, weight: float) -> Tensor:
+    return ((weight + 1.0) ** model(x)).mean()  # whose gradient torch cannot trace for a base that is an input
+
+
+@pytest.mark.parametrize(("loss_fn", "num_inputs"), [(skipped, 1), (scaled_by_power, 0)])
+def test_one_value_of_a_number_decides(loss_fn: Callable[..., Tensor], num_inputs: int) -> None:
+    """It is built in for that value alone: others of the batch stay an input. Control: another value's loss."""
+    model, weights = nn.Linear(4, 4), (0.9, 0.7, 0.0, 0.3, 0.4, 0.0)
+    step = capture_train_step(loss_fn, model, x_of(0), 0.9)
+    losses = [step(x_of(1), weight) for weight in weights]
+    assert [each.item() for each in losses] == [loss_fn(model, x_of(1), weight).item() for weight in weights]
+    assert losses[2].item() != losses[3].item()
+    assert sum(bool(each.batch_structure.numbers) for each in step.captures) == num_inputs
+    step.check(x_of(2), 0.0)
