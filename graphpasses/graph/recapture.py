@@ -46,12 +46,16 @@ def _is_guarded(step: Step) -> bool:
     return step.guards is not None or (step.update is not None and step.update.decides_by_counts)
 
 
-def _look(step: Step, given: Sequence[Any]) -> tuple[CaptureError | None, Any]:
-    """Returns the error of what a step has built in that is something else now, or its model's tensors."""
+def _look(step: Step, batch: tuple[Any, ...]) -> tuple[CaptureError | None, Any, Sequence[Any] | None]:
+    """Returns the error of what a step has built in that is something else now, or its model's tensors; and the
+    leaves of the batch, if it is built as the step's.
+    """
+    given = None
     try:
-        return None, step.look(given)
+        given = step.batch_structure.leaves(batch)
+        return None, step.look(given), given
     except CaptureError as error:
-        return error, None
+        return error, None, given
 
 
 class GuardedCache:
@@ -78,7 +82,6 @@ class GuardedCache:
         """
         self._num_calls += 1
         self.consensus.count_call()
-        given = self._first.batch_structure.leaves(batch)
         if not self._is_checked:
             update = self.steps[0].update
             name, norm = (None, None) if update is None else (update.optimizers.name, update.clip_norm)
@@ -87,8 +90,8 @@ class GuardedCache:
             self._is_checked = True
         if self._is_guarded is None:  # some rank may decide by what the others do not have
             self._is_guarded = not self.consensus.all_ranks([not _is_guarded(self.steps[0])])[0]
-        changed, tensors = _look(self._last, given)
-        if changed is None and not self._is_guarded:
+        changed, tensors, given = _look(self._last, batch)
+        if changed is None and given is not None and not self._is_guarded:
             if (different := self._decided(self._last, batch, given)) is None:
                 return self._last, tensors, given
             if self.groups:
@@ -98,27 +101,38 @@ class GuardedCache:
         # The others ask at each call where something is guarded.
         if changed is not None and not self._is_guarded and not self.consensus.all_come(changed):
             raise changed
-        differences = [self._difference(step, batch, given, looks=changed is not None) for step in self.steps]
+        differences = [self._difference(step, batch, looks=changed is not None) for step in self.steps]
         fits = self.consensus.all_ranks([difference is None for difference in differences])
         if True in fits:
             step = self.steps[fits.index(True)]
-            if step is self._last and changed is None:
+            if step is self._last and changed is None and given is not None:
                 return step, tensors, given
             self._last = step
         else:
+            if given is None:  # of those for this structure the last, whose numbers may be others now
+                found = ((each, _look(each, batch)[2]) for each in reversed(self.steps))
+                self._last, given = next((pair for pair in found if pair[1] is not None), (self._last, None))
             self._capture_for(batch, given, changed, next(filter(None, differences), _ELSEWHERE))
+        given = self._last.batch_structure.leaves(batch)
         return self._last, self._last.look(given), given
 
-    def _difference(self, step: Step, batch: tuple[Any, ...], given: Sequence[Any], *, looks: bool) -> str | None:
+    def _difference(self, step: Step, batch: tuple[Any, ...], *, looks: bool) -> str | None:
         """Says why a step is not for a batch; what it has built in is looked at first if it ``looks``, else last."""
 
         def looked() -> str | None:
-            error, _ = _look(step, given)
+            error, _, _ = _look(step, batch)
             return None if error is None else str(error)
 
+        def decided() -> str | None:
+            try:
+                given = step.batch_structure.leaves(batch)
+            except CaptureError as error:
+                return str(error)
+            return self._decided(step, batch, given)
+
         if looks:
-            return looked() or self._decided(step, batch, given)
-        return self._decided(step, batch, given) or (None if step is self._last else looked())
+            return looked() or decided()
+        return decided() or (None if step is self._last else looked())
 
     def _decided(self, step: Step, batch: tuple[Any, ...], given: Sequence[Any]) -> str | None:
         """Says what is decided otherwise than in a step."""
@@ -132,7 +146,7 @@ class GuardedCache:
         return found
 
     def _capture_for(
-        self, batch: tuple[Any, ...], given: Sequence[Any], changed: CaptureError | None, difference: str
+        self, batch: tuple[Any, ...], given: Sequence[Any] | None, changed: CaptureError | None, difference: str
     ) -> None:
         """Captures a step for what ``changed``, or else for a ``difference``."""
         try:
@@ -145,7 +159,7 @@ class GuardedCache:
             failure = f"{changed}. It could not be captured again: {type(error).__name__}: {error}"
             raise type(changed)(failure) from error
 
-    def _capture(self, batch: tuple[Any, ...], given: Sequence[Any], difference: str) -> None:
+    def _capture(self, batch: tuple[Any, ...], given: Sequence[Any] | None, difference: str) -> None:
         first, why = self._last, difference.partition(";")[0]
         if first.recapture is None:
             raise CaptureError(
@@ -169,14 +183,14 @@ class GuardedCache:
         self._last = step
         self._is_guarded = not self.consensus.all_ranks([not any(map(_is_guarded, self.steps))])[0]
 
-    def _captured_with_numbers(self, batch: tuple[Any, ...], given: Sequence[Any]) -> Step:
+    def _captured_with_numbers(self, batch: tuple[Any, ...], given: Sequence[Any] | None) -> Step:
         """Captures a step of which numbers that are others now are inputs, since they may change again; but for those
-        that it cannot read so. ``given`` are the batch's leaves, and may be such numbers.
+        that it cannot read so. ``given`` are the batch's leaves, and may be such numbers; None of another structure.
         """
         first = self._last
         known = first.carried.that_can_be()
         numbers = first.snapshot.changed_values()
-        of_batch = first.batch_structure.changed_numbers(given, first.batch_leaves)
+        of_batch = first.batch_structure.changed_numbers(given or (), first.batch_leaves)
         by_value = set[str]()  # paths of inputs that this capture decides by, as `if v == 0`, or has special code for
         while True:
             of_batch -= self._built_in | by_value

@@ -279,3 +279,27 @@ def test_one_value_of_a_number_decides(loss_fn: Callable[..., Tensor], num_input
     assert losses[2].item() != losses[3].item()
     assert sum(bool(each.batch_structure.numbers) for each in step.captures) == num_inputs
     step.check(x_of(2), 0.0)
+
+
+def optional(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """A mask, or a weight, that some batches have, and any number of samples."""
+    loss = torch.stack([model(x).square().mean() for x in batch["xs"]]).mean() * batch.get("weight", 1.0)
+    return loss if "mask" not in batch else loss + (model(batch["xs"][0]) * batch["mask"]).mean()
+
+
+def test_batches_that_are_built_otherwise() -> None:
+    """Each structure is captured, and again where its number is another one. Control: another mask."""
+    model, masks = nn.Linear(4, 4), (torch.ones(5, 1), torch.zeros(5, 1))
+    step = capture_train_step(optional, model, {"xs": [x_of(0)]})
+    for index in range(4):
+        for batch in (
+            {"mask": masks[index % 2], "xs": [x_of(1), x_of(index)]},
+            {"xs": [x_of(index)]},
+            {"xs": [x_of(index)], "weight": 0.3 * index},
+        ):
+            step.check(batch)
+            assert same_bits(step(batch), optional(model, batch).detach())
+    assert not same_bits(*(step({"mask": mask, "xs": [x_of(0), x_of(1)]}) for mask in masks))
+    assert len(step.captures) == 4
+    with pytest.raises(BatchMismatchError, match=r"^batch\[0\] lacks \['mask'\]; .* again: TypeError: 'int' object"):
+        step({"xs": 1})
