@@ -37,7 +37,11 @@ Step: TypeAlias = Any
 """A :class:`~graphpasses.graph.CapturedStep`, which has one of these."""
 
 
-_ADVICE = {"loss_fn decided": NO_DECISION, " decided by ": INSTEAD[0].upper() + INSTEAD[1:]}
+_ADVICE = {
+    "loss_fn decided": NO_DECISION,
+    " decided by ": INSTEAD[0].upper() + INSTEAD[1:],
+    "np.float64(": "Numbers of NumPy are built in: give Python's own, float(x), which become inputs of the step",
+}
 _ELSEWHERE = "on another rank, something is otherwise than it was"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -279,6 +280,28 @@ def test_one_value_of_a_number_decides(loss_fn: Callable[..., Tensor], num_input
     assert losses[2].item() != losses[3].item()
     assert sum(bool(each.batch_structure.numbers) for each in step.captures) == num_inputs
     step.check(x_of(2), 0.0)
+
+
+@pytest.mark.parametrize("is_of_batch", [False, True])
+def test_schedules_that_numpy_computes(is_of_batch: bool) -> None:
+    """Each value is a capture of its own, and the error says what to give. Control: Python's own become inputs."""
+
+    def loss_fn(model: nn.Module, x: Tensor, *given: float) -> Tensor:
+        return model(x).square().mean() * (given or (SETTINGS["share"],))[0]
+
+    def run(kind: type) -> int:
+        step = None
+        for index in range(12):
+            SETTINGS["share"] = value = kind(2 / (1 + np.exp(-index)) - 1)
+            given = (value,) if is_of_batch else ()
+            step = step or capture_train_step(loss_fn, nn.Linear(4, 4), x_of(0), *given)
+            step(x_of(0), *given)
+        assert step is not None
+        return len(step.captures)
+
+    with pytest.raises(CaptureError, match=r"np\.float64\(.* kept\. Numbers of NumPy are built in: give Python's"):
+        run(np.float64)
+    assert run(float) <= 2
 
 
 def optional(model: nn.Module, batch: dict[str, Any]) -> Tensor:
