@@ -94,4 +94,5 @@ def optimizers_in_backward(parameter: Tensor) -> tuple[Optimizer, ...]:
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Whether a hook was registered that runs before or after each of the optimizer's steps."""
-    return bool(optimizer._optimizer_step_pre_hooks) or bool(optimizer._optimizer_step_post_hooks)
+    names = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"  # made by Optimizer.__init__, if it is called
+    return any(getattr(optimizer, name, None) for name in names)

@@ -116,7 +116,7 @@ def functions_traced(*, for_stand_ins: bool = False) -> Iterator[None]:
     """Lets ``max``, ``min``, powers and functions of ``math`` of numbers of tensors decide nothing: they are traced.
 
     Powers are Python's, whose base may be negative: torch would ask, for each, sympy. All functions of ``math`` let
-    stand-ins compute, ``for_stand_ins``.
+    stand-ins compute, ``for_stand_ins``. NumPy computes with them as with numbers.
     """
     patch: Any = mock.patch.object
     floats = torch.SymFloat
@@ -124,11 +124,36 @@ def functions_traced(*, for_stand_ins: bool = False) -> Iterator[None]:
         ExitStack() as patches,
         patch(floats, "__pow__", floats.__float_pow__),
         patch(floats, "__rpow__", floats.__rfloat_pow__),
+        patch(floats, "__array_ufunc__", _by_numpy, create=True),
+        patch(torch.SymInt, "__array_ufunc__", _by_numpy, create=True),
     ):
         for function in _INSTEAD if for_stand_ins else _OF_READ:
             instead = _INSTEAD[function]
             patches.enter_context(patch(builtins if function in (max, min) else math, function.__name__, instead))
         yield
+
+
+def _by_numpy(_: Any, function: Any, method: str, *operands: Any, **kwargs: Any) -> Any:
+    """Computes as NumPy does: numbers of Python take the type of its own, so of other than 64 bits it rounds to that
+    type, and wraps: values decide then.
+    """
+    numpy: Any = sys.modules["numpy"]
+    of_ints = any(isinstance(each, torch.SymInt) for each in operands)
+    types = [each.dtype for each in operands if isinstance(each, (numpy.generic, numpy.ndarray))]
+    is_exact = all(str(each) in _AS_PYTHON or (each.kind in "iu" and not of_ints) for each in types)
+    given = [_for_numpy(each, numpy, is_exact=is_exact) for each in operands]
+    return getattr(function, method)(*given, **kwargs)
+
+
+def _for_numpy(operand: Any, numpy: Any, *, is_exact: bool) -> Any:
+    if not isinstance(operand, (torch.SymFloat, torch.SymInt)):
+        return operand
+    if is_exact:
+        return numpy.array(operand, dtype=object)
+    return float(operand) if isinstance(operand, torch.SymFloat) else int(operand)
+
+
+_AS_PYTHON = {"float64", "int64", "bool", "object"}  # types in which NumPy computes as Python does
 
 
 def _traced(function: Callable[..., Any], *args: Any) -> Any:
@@ -188,7 +213,12 @@ def _of_one(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _choosing(of_torch: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     # Torch itself puts the symbol first; beside nan Python takes the first.
-    return lambda *args: functools.reduce(functools.partial(_traced, of_torch), args)
+    return lambda *args: functools.reduce(functools.partial(_traced, of_torch), map(_of_python, args))
+
+
+def _of_python(value: Any) -> Any:
+    # torch does not take NumPy's for one
+    return float(value) if isinstance(value, float) else value
 
 
 _OF_READ: dict[Callable[..., Any], Callable[..., Any]] = {

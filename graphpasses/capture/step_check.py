@@ -45,9 +45,10 @@ def check_on_batch(loss_fn: Callable[..., Any], step: CapturedStep, batch: Seque
         current, *_ = step.fitting(*batch)
         if step.update is not None:
             step.update.optimizers.check()
-        theirs = _results(step, current, batch, lambda: run_eagerly(loss_fn, step, batch))
+        given = partial(current.batch_structure.fresh, batch)
+        theirs = _results(step, current, batch, lambda: run_eagerly(loss_fn, step, given()))
     with agreed():
-        ours = _results(step, current, batch, lambda: step.run(*step.batch_structure.fresh(batch)))
+        ours = _results(step, current, batch, lambda: step.run(*given()))
     with agreed():
         if (found := find_difference(theirs, ours)) is not None:
             raise FidelityError(
@@ -66,9 +67,9 @@ def find_difference(theirs: Results, ours: Results) -> str | None:
 
 
 def run_eagerly(loss_fn: Callable[..., Any], step: CapturedStep, batch: Sequence[Any]) -> Any:
-    """Does on a batch what a step captured, its update too; returns what ``loss_fn`` returns."""
+    """Does on a batch, which is its own, what a step captured, its update too; returns what ``loss_fn`` returns."""
     with torch.enable_grad():
-        result = loss_fn(first_model(step.model), *step.batch_structure.fresh(batch))
+        result = loss_fn(first_model(step.model), *batch)
         loss_of(result).backward()
     step.grad_norm = None if step.update is None or step.waits else step.update.run_eagerly()
     return result

@@ -99,9 +99,10 @@ def capture_train_step(
         check: whether the step is compared with one eager step on this batch, operator for operator; without real
             tensors it is not, and a note on the step says so.
         recapture: whether the step is captured again when it is called with a batch by whose values, or sizes,
-            ``loss_fn`` decides otherwise, or of other shapes, or when something else is not what it was that the step
-            has built in: at most eight times, and once more for every hundred calls. Numbers that changed, of the
-            batch and elsewhere, are inputs of the step that is captured then. Else that is an error.
+            ``loss_fn`` decides otherwise, or of other shapes, or built otherwise (a key more, None in place of a
+            tensor), or when something else is not what it was that the step has built in: at most eight times, and
+            once more for every hundred calls. Numbers that changed, of the batch and elsewhere, are inputs of the
+            step that is captured then. Else that is an error.
         check_every: every how many calls the step is compared with eager again, on that call's batch, see
             :meth:`CapturedStep.check`; ``"sparse"`` does so at calls 10, 100, 1,000 and so on; None never.
 

@@ -17,7 +17,6 @@ from graphpasses.graph.certificate import Launch, find_unlike_launch
 from graphpasses.graph.guards import NO_DECISION
 from graphpasses.graph.launches import launches_as_traced
 from graphpasses.graph.rank_consensus import ALONE_AFTER, FailedRanks, RankConsensus, nobody_asked
-from graphpasses.state.carried import BuiltInError
 from graphpasses.state.keys import same_tensors
 from graphpasses.state.optimizer_checks import INSTEAD
 
@@ -40,7 +39,11 @@ Step: TypeAlias = Any
 """A :class:`~graphpasses.graph.CapturedStep`, which has one of these."""
 
 
-_ADVICE = {"loss_fn decided": NO_DECISION, " decided by ": INSTEAD[0].upper() + INSTEAD[1:]}
+_ADVICE = {
+    "loss_fn decided": NO_DECISION,
+    " decided by ": INSTEAD[0].upper() + INSTEAD[1:],
+    "np.float64(": "Numbers of NumPy are built in: give Python's own, float(x), which become inputs of the step",
+}
 _ELSEWHERE = "on another rank, something is otherwise than it was"
 
 
@@ -65,12 +68,16 @@ def _is_guarded(step: Step) -> bool:
     return step.guards is not None or (step.update is not None and step.update.decides_by_counts)
 
 
-def _look(step: Step, given: Sequence[Any]) -> tuple[CaptureError | None, Any]:
-    """Returns the error of what a step has built in that is something else now, or its model's tensors."""
+def _look(step: Step, batch: tuple[Any, ...]) -> tuple[CaptureError | None, Any, Sequence[Any] | None]:
+    """Returns the error of what a step has built in that is something else now, or its model's tensors; and the
+    leaves of the batch, if it is built as the step's.
+    """
+    given = None
     try:
-        return None, step.look(given)
+        given = step.batch_structure.leaves(batch)
+        return None, step.look(given), given
     except CaptureError as error:
-        return error, None
+        return error, None, given
 
 
 class GuardedCache:
@@ -101,7 +108,6 @@ class GuardedCache:
             self._last = self._together
         self._num_calls += 1
         self.consensus.count_call()
-        given = self._first.batch_structure.leaves(batch)
         if not self._is_checked:
             update = self.steps[0].update
             name, norm = (None, None) if update is None else (update.optimizers.name, update.clip_norm)
@@ -110,8 +116,8 @@ class GuardedCache:
             self._is_checked = True
         if self._is_guarded is None:  # some rank may decide by what the others do not have
             self._is_guarded = not self.consensus.all_ranks([not _is_guarded(self.steps[0])])[0]
-        changed, tensors = _look(self._last, given)
-        if changed is None and not self._is_guarded:
+        changed, tensors, given = _look(self._last, batch)
+        if changed is None and given is not None and not self._is_guarded:
             if (different := self._decided(self._last, batch, given)) is None:
                 return self._last, tensors, given
             if self.groups:
@@ -120,43 +126,54 @@ class GuardedCache:
             raise changed
         # The others ask at each call where something is guarded.
         if changed is not None and not self._is_guarded and self.groups:
-            if not waits and (step := self._found_alone(batch, given)) is not None:
+            if not waits and (step := self._found_alone(batch)) is not None:
                 self._last = step
-                return step, step.look(given), given
+                return self._looked_at(batch)
             if not self.consensus.all_come(changed if waits else None, patience=None if waits else ALONE_AFTER):
                 if waits:
                     raise changed
                 with nobody_asked():
                     self._capture_for(batch, given, changed, "")
-                return self._last, self._last.look(given), given
-        differences = [self._difference(step, batch, given, looks=changed is not None) for step in self.steps]
+                return self._looked_at(batch)
+        differences = [self._difference(step, batch, looks=changed is not None) for step in self.steps]
         fits = self.consensus.all_ranks([difference is None for difference in differences])
         if True in fits:
             step = self.steps[fits.index(True)]
-            if step is self._last and changed is None:
+            if step is self._last and changed is None and given is not None:
                 return step, tensors, given
             self._last = step
         else:
             self._capture_for(batch, given, changed, next(filter(None, differences), _ELSEWHERE))
         self._together = self._last
+        return self._looked_at(batch)
+
+    def _looked_at(self, batch: tuple[Any, ...]) -> tuple[Step, Any, Sequence[Any]]:
+        given = self._last.batch_structure.leaves(batch)
         return self._last, self._last.look(given), given
 
-    def _found_alone(self, batch: tuple[Any, ...], given: Sequence[Any]) -> Step | None:
+    def _found_alone(self, batch: tuple[Any, ...]) -> Step | None:
         """Returns a step for a batch that launches what the last one does, which the others may go on with."""
         known = (*self.steps, *self.own)
-        fitting = (each for each in known if self._difference(each, batch, given, looks=True) is None)
+        fitting = (each for each in known if self._difference(each, batch, looks=True) is None)
         return next((each for each in fitting if _launch_alike(each, self._last)), None)
 
-    def _difference(self, step: Step, batch: tuple[Any, ...], given: Sequence[Any], *, looks: bool) -> str | None:
+    def _difference(self, step: Step, batch: tuple[Any, ...], *, looks: bool) -> str | None:
         """Says why a step is not for a batch; what it has built in is looked at first if it ``looks``, else last."""
 
         def looked() -> str | None:
-            error, _ = _look(step, given)
+            error, _, _ = _look(step, batch)
             return None if error is None else str(error)
 
+        def decided() -> str | None:
+            try:
+                given = step.batch_structure.leaves(batch)
+            except CaptureError as error:
+                return str(error)
+            return self._decided(step, batch, given)
+
         if looks:
-            return looked() or self._decided(step, batch, given)
-        return self._decided(step, batch, given) or (None if step is self._last else looked())
+            return looked() or decided()
+        return decided() or (None if step is self._last else looked())
 
     def _decided(self, step: Step, batch: tuple[Any, ...], given: Sequence[Any]) -> str | None:
         """Says what is decided otherwise than in a step."""
@@ -170,9 +187,12 @@ class GuardedCache:
         return found
 
     def _capture_for(
-        self, batch: tuple[Any, ...], given: Sequence[Any], changed: CaptureError | None, difference: str
+        self, batch: tuple[Any, ...], given: Sequence[Any] | None, changed: CaptureError | None, difference: str
     ) -> None:
         """Captures a step for what ``changed``, or else for a ``difference``."""
+        if given is None:  # of those for this structure the last, whose numbers may be others now
+            found = ((each, _look(each, batch)[2]) for each in reversed((*self.steps, *self.own)))
+            self._last, given = next((pair for pair in found if pair[1] is not None), (self._last, None))
         try:
             self._capture(batch, given, difference if changed is None else str(changed))
         except AgreementError:
@@ -183,7 +203,7 @@ class GuardedCache:
             failure = f"{changed}. It could not be captured again: {type(error).__name__}: {error}"
             raise type(changed)(failure) from error
 
-    def _capture(self, batch: tuple[Any, ...], given: Sequence[Any], difference: str) -> None:
+    def _capture(self, batch: tuple[Any, ...], given: Sequence[Any] | None, difference: str) -> None:
         first, why = self._last, difference.partition(";")[0]
         if first.recapture is None:
             raise CaptureError(
@@ -205,35 +225,43 @@ class GuardedCache:
             step.note(f"the other ranks did not capture it, and it was not compared with an eager step: {why}")
             self.own, self._last = [*self.own[-MAX_STEPS + 1 :], step], step
             return
-        # The others hold a number constant that this one changes.
-        if not self.consensus.all_ranks([step.carried.numbers == first.carried.numbers])[0]:
+        # The others hold a number constant that this one changes, but for one that is built in for its value now.
+        numbers = {*first.carried.numbers} & {*step.carried.paths}
+        if not self.consensus.all_ranks([{*step.carried.numbers} == numbers])[0]:
             self.steps.clear()
         self.steps = [*self.steps[-MAX_STEPS + 1 :], step]
         self._last = step
         self._is_guarded = not self.consensus.all_ranks([not any(map(_is_guarded, self.steps))])[0]
 
-    def _captured_with_numbers(self, batch: tuple[Any, ...], given: Sequence[Any]) -> Step:
+    def _captured_with_numbers(self, batch: tuple[Any, ...], given: Sequence[Any] | None) -> Step:
         """Captures a step of which numbers that are others now are inputs, since they may change again; but for those
-        that it cannot read so. ``given`` are the batch's leaves, and may be such numbers.
+        that it cannot read so. ``given`` are the batch's leaves, and may be such numbers; None of another structure.
         """
         first = self._last
         known = first.carried.that_can_be()
         numbers = first.snapshot.changed_values()
-        of_batch = first.batch_structure.changed_numbers(given, first.batch_leaves)
+        of_batch = first.batch_structure.changed_numbers(given or (), first.batch_leaves)
+        by_value = set[str]()  # paths of inputs that this capture decides by, as `if v == 0`, or has special code for
         while True:
-            of_batch -= self._built_in
-            also = [numbers[path] for path in numbers.keys() - self._built_in - {*known.paths}]
+            of_batch -= self._built_in | by_value
+            known = known.without(by_value)
+            also = [numbers[path] for path in numbers.keys() - self._built_in - by_value - {*known.paths}]
             carried = known.and_also(*also)
-            if self.consensus.all_ranks([not also and of_batch <= first.batch_structure.numbers])[0]:
-                return self._captured(batch, known, of_batch)
+            is_last = self.consensus.all_ranks([not also and of_batch <= first.batch_structure.numbers])[0]
+            paths = {*carried.paths, *of_batch}
             try:
-                return self._captured(batch, carried, of_batch)
-            except FailedElsewhereError:  # another rank has fewer then
-                pass
-            except CaptureError as error:
-                path = error.path if isinstance(error, BuiltInError) else ""
-                paths = {*carried.paths, *of_batch}
-                self._built_in |= {path} if path in paths else paths
+                return self._captured(batch, known if is_last else carried, of_batch)
+            except AgreementError:
+                raise
+            except Exception as error:  # also torch's own, which cannot trace all that is computed of a number
+                found = {getattr(error, "path", "")} & paths
+                goes_on = isinstance(error, FailedElsewhereError) or bool(found) or (bool(paths) and not is_last)
+                if not self.consensus.all_ranks([goes_on])[0]:
+                    raise
+                if found:
+                    by_value |= found
+                elif not isinstance(error, FailedElsewhereError):
+                    self._built_in |= paths
 
     def _captured(self, batch: tuple[Any, ...], carried: Any, numbers: frozenset[str]) -> Step:
         first = self._last

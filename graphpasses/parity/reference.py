@@ -49,7 +49,8 @@ def locate_step(step: CapturedStep, loss_fn: Callable[..., Tensor], *batch: Any)
     """
 
     norm = step.grad_norm
-    runs = (lambda: run_eagerly(loss_fn, step, batch), lambda: step.run(*step.batch_structure.fresh(batch)))
+    fresh = step.batch_structure.fresh
+    runs = (lambda: run_eagerly(loss_fn, step, fresh(batch)), lambda: step.run(*fresh(batch)))
     a, b = (_recorded(step, batch, run) for run in runs)
     step.grad_norm = norm
     found = first_difference(a, b)

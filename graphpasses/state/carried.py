@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -127,6 +127,10 @@ class Carried:
     def that_can_be(self) -> Carried:
         """Returns those of which numbers or tensors stand there now."""
         return Carried(tuple(place for place in self.places if can_carry(place.read())))
+
+    def without(self, paths: Container[str]) -> Carried:
+        """Returns those that messages do not call so; none that are drawn."""
+        return Carried(tuple(place for place in self.places if place.name not in paths))
 
     def named(self) -> dict[str, Any]:
         """Returns what is read there, by what messages call it."""

@@ -85,7 +85,8 @@ def _key(value: Any, left: list[int], inside: tuple[int, ...]) -> Key:
     own: Any = type(value)
     kind = _plain_kind(own)
     if kind is not None:
-        return Key(own, str(value) if kind is torch.device else kind.__repr__(value))
+        text = str(value) if kind is torch.device else kind.__repr__(value)
+        return Key(own, f"np.{own.__name__}({text})" if is_array(value) else text)
 
     def part(each: Any) -> Key:
         return _key(each, left, inside)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -258,3 +259,70 @@ def test_a_number_of_a_batch_that_is_built_in() -> None:
         for weight in (2.0, 3.0):
             step.check(x_of(0), rate, weight)
     assert [each.batch_structure.numbers for each in step.captures[1:]] == [{"batch[2]"}] * 2
+
+
+def skipped(model: nn.Module, x: Tensor, weight: float) -> Tensor:
+    loss = model(x).square().mean()
+    return loss if weight == 0 else loss + weight * model(-x).abs().mean()
+
+
+def scaled_by_power(model: nn.Module, x: Tensor, weight: float) -> Tensor:
+    return ((weight + 1.0) ** model(x)).mean()  # whose gradient torch cannot trace for a base that is an input
+
+
+@pytest.mark.parametrize(("loss_fn", "num_inputs"), [(skipped, 1), (scaled_by_power, 0)])
+def test_one_value_of_a_number_decides(loss_fn: Callable[..., Tensor], num_inputs: int) -> None:
+    """It is built in for that value alone: others of the batch stay an input. Control: another value's loss."""
+    model, weights = nn.Linear(4, 4), (0.9, 0.7, 0.0, 0.3, 0.4, 0.0)
+    step = capture_train_step(loss_fn, model, x_of(0), 0.9)
+    losses = [step(x_of(1), weight) for weight in weights]
+    assert [each.item() for each in losses] == [loss_fn(model, x_of(1), weight).item() for weight in weights]
+    assert losses[2].item() != losses[3].item()
+    assert sum(bool(each.batch_structure.numbers) for each in step.captures) == num_inputs
+    step.check(x_of(2), 0.0)
+
+
+@pytest.mark.parametrize("is_of_batch", [False, True])
+def test_schedules_that_numpy_computes(is_of_batch: bool) -> None:
+    """Each value is a capture of its own, and the error says what to give. Control: Python's own become inputs."""
+
+    def loss_fn(model: nn.Module, x: Tensor, *given: float) -> Tensor:
+        return model(x).square().mean() * (given or (SETTINGS["share"],))[0]
+
+    def run(kind: type) -> int:
+        step = None
+        for index in range(12):
+            SETTINGS["share"] = value = kind(2 / (1 + np.exp(-index)) - 1)
+            given = (value,) if is_of_batch else ()
+            step = step or capture_train_step(loss_fn, nn.Linear(4, 4), x_of(0), *given)
+            step(x_of(0), *given)
+        assert step is not None
+        return len(step.captures)
+
+    with pytest.raises(CaptureError, match=r"np\.float64\(.* kept\. Numbers of NumPy are built in: give Python's"):
+        run(np.float64)
+    assert run(float) <= 2
+
+
+def optional(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """A mask, or a weight, that some batches have, and any number of samples."""
+    loss = torch.stack([model(x).square().mean() for x in batch["xs"]]).mean() * batch.get("weight", 1.0)
+    return loss if "mask" not in batch else loss + (model(batch["xs"][0]) * batch["mask"]).mean()
+
+
+def test_batches_that_are_built_otherwise() -> None:
+    """Each structure is captured, and again where its number is another one. Control: another mask."""
+    model, masks = nn.Linear(4, 4), (torch.ones(5, 1), torch.zeros(5, 1))
+    step = capture_train_step(optional, model, {"xs": [x_of(0)]})
+    for index in range(4):
+        for batch in (
+            {"mask": masks[index % 2], "xs": [x_of(1), x_of(index)]},
+            {"xs": [x_of(index)]},
+            {"xs": [x_of(index)], "weight": 0.3 * index},
+        ):
+            step.check(batch)
+            assert same_bits(step(batch), optional(model, batch).detach())
+    assert not same_bits(*(step({"mask": mask, "xs": [x_of(0), x_of(1)]}) for mask in masks))
+    assert len(step.captures) == 4
+    with pytest.raises(BatchMismatchError, match=r"^batch\[0\] lacks \['mask'\]; .* again: TypeError: 'int' object"):
+        step({"xs": 1})

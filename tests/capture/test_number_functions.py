@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -176,3 +177,27 @@ def test_all_ranks_counts() -> None:
         return [*equal, len(step.captures) == 1]
 
     assert all(map(all, run_cluster(both, Topology(2, gpus_per_node=2))))
+
+
+BY_NUMPY: dict[str, Callable[[Any], Any]] = {
+    "float32": lambda number: number * np.float32(0.3),
+    "float16": lambda number: np.float16(0.3) + number,
+    "an array": lambda number: (np.array([0.3, 0.7], np.float32) * number)[1],
+    "float64": lambda number: min(number, np.log(5)) * np.float64(0.3),
+    "int32": lambda number: np.int32(3) * number,
+}
+
+
+@pytest.mark.parametrize(("kind", "num_captures"), [*zip(BY_NUMPY, (5, 5, 5, 2, 2), strict=True)])
+def test_numpy_computes_in_its_types(kind: str, num_captures: int) -> None:
+    """What it rounds to few bits, it rounds in a step. Control: Python's product of the same is another number."""
+    model, compute = nn.Linear(4, 4).double(), BY_NUMPY[kind]
+
+    def loss_fn(model: nn.Module, x: Tensor, number: float) -> Tensor:
+        return model(x).square().mean() * compute(number)
+
+    x, numbers = batch(0)[0].double(), (0.9, 0.7, 0.2, 0.11, 0.123456789)
+    step = capture_train_step(loss_fn, model, x, numbers[0])
+    assert [step(x, each).item() for each in numbers] == [loss_fn(model, x, each).item() for each in numbers]
+    assert len(step.captures) == num_captures
+    assert float(0.11 * np.float32(0.3)) != 0.11 * float(np.float32(0.3))

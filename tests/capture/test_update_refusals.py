@@ -35,7 +35,25 @@ def of_another_state(model: nn.Module) -> Optimizer:
     return optimizer
 
 
+class Lookahead(Optimizer):
+    """As many are written: it does not call ``Optimizer.__init__``, which makes what hooks are kept in."""
+
+    def __init__(self, fast: Optimizer) -> None:
+        self.fast, self.param_groups, self.state, self.defaults = fast, fast.param_groups, fast.state, fast.defaults
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.fast.step()
+
+
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "wrapper": (
+        lambda model: Lookahead(SGD(model.parameters())),
+        (
+            "Lookahead keeps another optimizer in its attribute 'fast', and a captured step follows what an "
+            "optimizer keeps in its groups, and of each parameter in its state; capture without optimizer=, and call "
+            "optimizer.step() after the step"
+        ),
+    ),
     "closure": (
         lambda model: LBFGS(model.parameters()),
         (

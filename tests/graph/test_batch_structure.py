@@ -175,17 +175,17 @@ def test_private_attributes(make: Callable[[torch.Tensor], Any]) -> None:
     step = captured(batches[0], scaled)
     assert_as_eager(step, batches[1], scaled)
     batches[1]._scale = 2.0
-    with pytest.raises(BatchMismatchError) as caught:
-        step(batches[1])
-    assert str(caught.value) == (
+    assert refused(lambda: dataclasses.replace(step, recapture=None)(batches[1])) == (
         "batch[0]._scale was 3.0 in the captured batch, and is 2.0; capture a step for this structure"
     )
+    assert_as_eager(step, batches[1], scaled)
 
 
 def test_a_private_attribute_that_changes_in_place() -> None:
     batch = Masked(x=X)
     batch._scales = [3.0]
     step = captured(batch, lambda model, batch: model(batch["x"] * batch._scales[0]).sum())
+    step = dataclasses.replace(step, recapture=None)
     step(batch)
     batch._scales[0] = 2.0
     assert "batch[0]._scales was [3.0] in the captured batch, and is [2.0]" in refused(lambda: step(batch))
@@ -256,6 +256,7 @@ def test_keys_in_another_order() -> None:
 )
 def test_another_structure(batch: Any, message: str) -> None:
     step = captured(nested(X), lambda model, batch: model(batch["b"]["x"]).sum())
+    step = dataclasses.replace(step, recapture=None)
     assert refused(lambda: step(batch)) == f"{message}; capture a step for this structure"
 
 
@@ -293,7 +294,7 @@ def test_what_loss_fn_puts_into_the_batch(change: Callable[[Any], Any], where: s
 
 
 def test_another_number_of_arguments() -> None:
-    step = captured(Pair(X, Y))
+    step = dataclasses.replace(captured(Pair(X, Y)), recapture=None)
     assert refused(step) == "batch lacks [0]; capture a step for this structure"
     assert refused(lambda: step(Pair(X, Y), 1)) == (
         "batch has [1] beside what the captured batch had; capture a step for this structure"
@@ -313,7 +314,7 @@ def test_leaves_of_containers_are_named() -> None:
 
 
 def test_what_a_registered_container_knows() -> None:
-    step = captured(Registered(X, Y, 1))
+    step = dataclasses.replace(captured(Registered(X, Y, 1)), recapture=None)
     assert refused(lambda: step(Registered(X, Y, 2))) == (
         "batch[0] was TreeSpec(Registered, 1, [*,\n  *]) in the captured batch, and is TreeSpec(Registered, 2, [*,\n"
         "  *]); capture a step for this structure"
