@@ -78,7 +78,7 @@ class BatchStructure:
     """A leaf of a batch, or a container with the structures of its items.
 
     Containers are lists, tuples, named tuples, mappings of any class that can be made from a dict, dataclasses, and
-    what is registered with ``torch.utils._pytree``. A mapping's keys may come in any order.
+    what is registered with ``torch.utils._pytree``. Code that goes through a mapping sees the order of its keys.
     """
 
     path: str  # where it is, e.g. ``batch[0]['tokens']``
@@ -142,7 +142,7 @@ class BatchStructure:
             raise BatchMismatchError(f"{self.path} {reason}")
         items, spec = opened
         items = self.library.items_by(value, items, self.keys)
-        if items.keys() != set(self.keys):
+        if items.keys() != set(self.keys) or (tuple(items) != self.keys and not self.is_of_library):
             raise BatchMismatchError(f"{self.path} {_difference(self, value, items)}; {_AGAIN}")
         if spec is not None and self.spec is not None and self.is_of_library:
             if spec.context != self.spec.context:
@@ -313,7 +313,7 @@ def _difference(structure: BatchStructure, value: Any, items: Mapping[Any, Any])
     unknown = [_accessor(value, key) for key in items if key not in structure.keys]
     parts = [f"lacks {', '.join(missing)}"] if missing else []
     parts += [f"has {', '.join(unknown)} beside what the captured batch had"] if unknown else []
-    return " and ".join(parts)
+    return " and ".join(parts) or "has its keys in another order"
 
 
 def _check_that_it_is_made(structure: BatchStructure, items: Mapping[Any, Any]) -> None:

@@ -326,3 +326,17 @@ def test_batches_that_are_built_otherwise() -> None:
     assert len(step.captures) == 4
     with pytest.raises(BatchMismatchError, match=r"^batch\[0\] lacks \['mask'\]; .* again: TypeError: 'int' object"):
         step({"xs": 1})
+
+
+def test_code_that_goes_through_a_mapping() -> None:
+    def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        first, second = (model(each).square().mean() for each in batch.values())
+        return first + 0.3 * second
+
+    model, batch = nn.Linear(4, 4), {"x": x_of(0), "y": x_of(1)}
+    turned = dict(reversed(batch.items()))
+    step = capture_train_step(loss_fn, model, batch)
+    for each in (turned, batch, turned):
+        assert same_bits(step(each), loss_fn(model, each).detach())
+    assert len(step.captures) == 2
+    assert not same_bits(step(batch), step(turned))
