@@ -110,9 +110,7 @@ class CapturedStep(TrainGraph):
         """
         self._num_calls += 1
         with self._cache.failed_ranks.told():
-            if self._is_due():
-                self.check(*batch)
-            return self.run(*batch)
+            return self._cache.run_checked(batch) if self._is_due() else self.run(*batch)
 
     def accumulate(self, *batch: Any) -> Any:
         """Runs forward and backward of a microbatch, and leaves its gradients to the next call of the step.

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from graphpasses._torch.fsdp2_accumulation import accumulation_set_aside
-from graphpasses.errors import AgreementError, CaptureError
+from graphpasses.errors import AgreementError, CaptureError, GraphPassesError
 from graphpasses.graph.certificate import Launch, find_unlike_launch
 from graphpasses.graph.guards import NO_DECISION
 from graphpasses.graph.launches import launches_as_traced
@@ -146,6 +146,20 @@ class GuardedCache:
             self._capture_for(batch, given, changed, next(filter(None, differences), _ELSEWHERE))
         self._together = self._last
         return self._looked_at(batch)
+
+    def run_checked(self, batch: tuple[Any, ...]) -> Any:
+        """Compares the step with eager, and runs it; one rank raises what eager raises as a call that is not checked
+        does: behind what comes before that.
+        """
+        try:
+            self._first.check(*batch)
+        except GraphPassesError:
+            raise
+        except Exception:
+            if not self.groups:
+                self._first.run(*batch)
+            raise
+        return self._first.run(*batch)
 
     def _looked_at(self, batch: tuple[Any, ...]) -> tuple[Step, Any, Sequence[Any]]:
         given = self._last.batch_structure.leaves(batch)

@@ -181,3 +181,21 @@ def test_a_refused_step_runs_no_hook_that_came_since() -> None:
         hook.remove()
     step.check(torch.ones(2, 4))
     assert not held
+
+
+@pytest.mark.parametrize("every", [1, None])
+def test_a_checked_call_that_raises_has_drawn_before(every: int | None) -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(x), labels)
+
+    model, labels = build(), torch.tensor([0, 1, 2])
+    step = capture_train_step(loss_fn, model, X, labels, check_every=every)
+    torch.manual_seed(0)
+    with pytest.raises(IndexError):
+        step(X, labels + 9)
+    found = torch.get_rng_state()
+    torch.manual_seed(0)
+    assert not torch.equal(found, torch.get_rng_state())
+    with pytest.raises(IndexError):
+        loss_fn(model, X, labels + 9)
+    assert torch.equal(found, torch.get_rng_state())
