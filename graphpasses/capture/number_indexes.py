@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from graphpasses.capture.lstms import lstm_in_onednn, varies_in_onednn
+
 # Of one element; that of a byte is a mask.
 _WHOLE = frozenset((torch.int8, torch.int16, torch.int32, torch.int64))
 _PLAIN = (int, EllipsisType, torch.SymInt, type(None))
@@ -36,6 +38,8 @@ class IndexesTraced(TorchFunctionMode):
                     return view
                 view[...] = args[2]
                 return None
+        if func is torch.lstm and varies_in_onednn(*args):
+            return lstm_in_onednn(*args)
         number: Any = args[0] if args else None
         if func in (torch.tensor, torch.as_tensor) and type(number) in (torch.SymFloat, torch.SymInt):
             return torch.ops.aten.lift_fresh.default(torch.full((), number, **(kwargs or {})))

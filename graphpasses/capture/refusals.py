@@ -133,7 +133,7 @@ _REFUSED_MODULES: dict[type[nn.Module], str] = {
 
 _NO_SYMBOLS = (
     "loss_fn calls at {line} what takes no size that only running tells, as of the rows that a mask selects. Use "
-    "another operator, or compute it outside; of an LSTM, turn oneDNN off in both runs, with "
+    "another operator, or compute it outside; of an LSTM with projections, turn oneDNN off in both runs, with "
     "torch.backends.mkldnn.set_flags(False)"
 )
 _SPARSE = (

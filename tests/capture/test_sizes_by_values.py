@@ -165,4 +165,4 @@ def test_computed_rows_that_torch_cannot_trace() -> None:
         r"^loss_fn calls at .*test_sizes_by_values.py:\d+ in <lambda> what takes no size that only running tells"
     )
     with pytest.raises(CaptureError, match=message):
-        bits_kept(lambda rows: nn.LSTM(4, 4)(rows)[0])
+        bits_kept(lambda rows: nn.LSTM(4, 4, proj_size=2)(rows)[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 from graphpasses.capture import capture_train_step
 from graphpasses.capture.traced_result import read_traced_result
-from graphpasses.errors import CaptureError
+from graphpasses.errors import BatchMismatchError, CaptureError
 from graphpasses.identity import same_bits
 from graphpasses.ops.rnn_layer import RNN_LAYER
 
@@ -35,6 +36,12 @@ def test_has_the_bits_of_eager_with_gradients() -> None:
     assert ours[3].shape == expected[3].shape
     assert without[3] is None
     assert not same_bits(without[0], expected[0])
+
+
+def test_no_elements_are_refused() -> None:
+    _, *others = layer()
+    with pytest.raises(BatchMismatchError, match="an LSTM is given no elements, which oneDNN does not take"):
+        RNN_LAYER(torch.zeros(0, 4, 16), *others)
 
 
 class Model(nn.Module):
@@ -86,6 +93,32 @@ def test_another_length_is_captured_again() -> None:
     for batch in (long, short, long):
         assert same_bits(step(batch), model(batch).detach())
     assert len(step.captures) == 2
+
+
+@pytest.mark.parametrize("options", [{"bias": False}, {"num_layers": 2, "dropout": 0.5, "bidirectional": True}])
+def test_sizes_that_vary(options: dict[str, Any]) -> None:
+    """Both dims; the number of layers is in the states, whose batch dim varies, too."""
+    torch.manual_seed(0)
+    model, any_size = nn.LSTM(6, 4, batch_first=True, **options), torch.export.Dim.AUTO
+    random = torch.Generator().manual_seed(1)
+    batches = [torch.randn(*size, 6, generator=random, device="cpu") for size in ((3, 9), (5, 7), (2, 11))]
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        output, (hidden, cell) = model(x)
+        return output.square().mean() + hidden.square().mean() + cell.square().mean()
+
+    step = capture_train_step(loss_fn, model, batches[0], dynamic_shapes=({0: any_size, 1: any_size},))
+    for index, batch in enumerate(batches):
+        bits = []
+        for run in (step, functools.partial(loss_fn, model)):
+            model.zero_grad()
+            torch.manual_seed(index)
+            loss = run(batch)
+            if run is not step:
+                loss.backward()
+            bits.append([loss.detach(), *(each.grad for each in model.parameters())])
+        assert all(map(same_bits, *bits))
+    assert len(step.captures) == 1
 
 
 def test_a_tracer_that_does_not_tell_is_refused() -> None:
