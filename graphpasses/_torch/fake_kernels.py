@@ -56,8 +56,8 @@ def _rnn_layer(mode: FakeTensorMode, _: Any, *args: Any, **__: Any) -> Any:
     """
     with mode:
         *results, _ = _meta_registrations.mkldnn_rnn_layer(*args)
-        size = _unknown_size(mode) if torch.is_grad_enabled() else None
-        return *results, None if size is None else args[0].new_empty(size, dtype=torch.uint8)
+        kept = args[0].new_empty(_unknown_size(mode), dtype=torch.uint8) if torch.is_grad_enabled() else None
+        return *results, kept
 
 
 def _ctc_loss_backward(mode: FakeTensorMode, _: Any, gradient: torch.Tensor, scores: torch.Tensor, *__: Any) -> Any:

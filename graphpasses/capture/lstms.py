@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch.backends import mkldnn
 
-is_available: Any = mkldnn.is_available
+_is_available: Any = mkldnn.is_available  # torch has no types
 _LSTM = 2  # oneDNN's number for it
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def varies_in_onednn(value: Any, states: Any, params: Any, *_: Any) -> bool:
     """Whether ``torch.lstm`` is given sizes that vary, and runs in oneDNN in eager; not for packed sequences."""
-    if not isinstance(states, (tuple, list)) or not (is_available() and mkldnn.enabled):
+    if not isinstance(states, (tuple, list)) or not (_is_available() and mkldnn.enabled):
         return False
     tensors = [value, *states, *params]
     is_on_cpu = all(each.device.type == "cpu" for each in tensors)

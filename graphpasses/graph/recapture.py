@@ -126,12 +126,13 @@ class GuardedCache:
             raise changed
         # The others ask at each call where something is guarded.
         if changed is not None and not self._is_guarded and self.groups:
-            if not waits and (step := self._found_alone(batch)) is not None:
+            if waits:
+                if not self.consensus.all_come(changed):
+                    raise changed
+            elif (step := self._found_alone(batch)) is not None:
                 self._last = step
                 return self._looked_at(batch)
-            if not self.consensus.all_come(changed if waits else None, patience=None if waits else ALONE_AFTER):
-                if waits:
-                    raise changed
+            elif not self.consensus.all_come(None, patience=ALONE_AFTER):
                 with nobody_asked():
                     self._capture_for(batch, given, changed, "")
                 return self._looked_at(batch)
@@ -160,6 +161,11 @@ class GuardedCache:
                 self._first.run(*batch)
             raise
         return self._first.run(*batch)
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether nobody is asked of those with which the step communicates."""
+        return self.consensus.groups != self.groups
 
     def _looked_at(self, batch: tuple[Any, ...]) -> tuple[Step, Any, Sequence[Any]]:
         given = self._last.batch_structure.leaves(batch)
@@ -233,7 +239,7 @@ class GuardedCache:
         step.seconds, step.recapture = first.seconds, first.recapture
         step = self.rewritten(step, first.rewrites)
         step.note(f"captured again: {why}")
-        if self.groups and not self.consensus.groups:
+        if self._is_alone:
             if _is_guarded(step) or not _launch_alike(step, first):
                 raise CaptureError(f"{why}, {_ALONE}")
             step.note(f"the other ranks did not capture it, and it was not compared with an eager step: {why}")
@@ -283,7 +289,7 @@ class GuardedCache:
         together = partial(self.consensus.raised_together, elsewhere)
         with together(), together() as meet, torch.enable_grad():
             options: dict[str, Any] = {"carried": carried, "numbers": numbers, "traced_everywhere": meet}
-            if self.consensus.groups != self.groups:
+            if self._is_alone:
                 options["check"] = False  # an eager step would communicate
             return first.recapture(first.model, *batch, **options)
 
