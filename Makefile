@@ -66,7 +66,7 @@ beside = log=$$(mktemp); { $(MAKE) --no-print-directory --keep-going $(1) >$$log
 test: $(READY) ## lint, types, documentation and tests
 	@$(if $(filter 2.13,$(TORCH)),$(call beside,lint types docs,$(PYTEST)),$(PYTEST))
 
-test-quick: $(READY) ## lint, and the tests that start no ranks and are not slow, one case of each: 2 minutes
+test-quick: $(READY) ## lint, and the tests that start no ranks and are not slow, one case of each
 	@$(call beside,lint,$(PYTEST) --quick)
 
 versions: $(READY) ## all tests and parity with one torch, entered into docs/versions.md; TORCH=2.15 takes another

@@ -53,7 +53,7 @@ _START = pytest.StashKey[float]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="an answer in two minutes: see conftest.py")
+    parser.addoption("--quick", action="store_true", help="leaves out what takes long: see conftest.py")
 
 
 @pytest.fixture(scope="session", autouse=True)
