@@ -37,6 +37,7 @@ from torch import nn
 
 import graphpasses
 from graphpasses._torch.fake_process_group import fake_process_group
+from graphpasses.roomy_stack import with_roomy_stack
 
 # Modules that name what may not be there can then not be imported, and so not be searched for examples.
 _NEEDS = {
@@ -68,6 +69,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = _leave_out(items)
         config.hook.pytest_deselected(items=left_out)
     for item in items:
+        if isinstance(item, pytest.Function):
+            item.obj = with_roomy_stack(item.obj)
         if isinstance(item, pytest.DoctestItem) and "embedding" in item.path.parts:
             item.add_marker(pytest.mark.filterwarnings("ignore"))  # TorchRec warns of its own defaults
     needs_torchrec = re.compile("torchrec|fbgemm|update_rows|FuseTableUpdates")

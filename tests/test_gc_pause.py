@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from weakref import WeakSet
@@ -130,3 +131,23 @@ def test_it_is_paused_while_passes_run_and_code_is_generated(
     step(torch.ones(4, 3))
     assert seen == [False]
     assert gc.isenabled() is is_enabled
+
+
+def test_who_times_the_collector_is_not_the_step_s_code() -> None:
+    seconds = [0.0]
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        seconds[0] += time.process_time()
+
+    model, x = nn.Linear(4, 1), torch.ones(3, 4)
+    threshold = gc.get_threshold()
+    gc.callbacks.append(note)
+    gc.set_threshold(20)
+    try:
+        optimizer = torch.optim.AdamW(model.parameters())
+        step = capture_train_step(lambda model, x: model(x).square().mean(), model, x, optimizer=optimizer)
+        step(x)
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(note)
+    assert seconds[0] > 0

@@ -29,6 +29,7 @@ from graphpasses._torch import pytree
 from graphpasses._torch.tested_versions import missing_api
 from graphpasses.errors import UnsupportedError
 from graphpasses.gc_pause import paused_gc
+from graphpasses.roomy_stack import with_roomy_stack
 
 try:
     from torch._C._dynamo.eval_frame import _get_cache_entries_for_region, _get_total_cache_entry_count
@@ -129,6 +130,7 @@ class _Converter:
         self._convert, self._context = convert, context
         self.region: _Region | None = None
 
+    @with_roomy_stack
     def __call__(self, frame: Any, cache_entry: Any, hooks: Any, frame_state: Any, skip: int = 0) -> Any:
         assert self.region is not None
         frame_state, leave = self.region.enter(frame.f_code, frame_state)

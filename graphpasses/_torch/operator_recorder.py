@@ -43,6 +43,7 @@ _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _CALL_LINEAR = ("_in_projection", "_in_projection_packed", "multi_head_attention_forward")
 _CALLERS = {_ENGINE, nn.Linear.forward.__code__, *(getattr(F, name).__code__ for name in _CALL_LINEAR)}
 _CALL_MODULE = nn.Module._wrapped_call_impl.__code__
+_DEVICE = torch.ops.prim.device.default
 
 
 class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -97,6 +98,8 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE:  # what a fake tensor answers to C++, two or three times for each operator
+            return args[0].device
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # the call comes again, on the tensors inside
         return self.record(func, args, kwargs or {}, sys._getframe(_WRAPPERS + 1))

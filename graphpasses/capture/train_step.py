@@ -44,6 +44,7 @@ from graphpasses.graph.recapture import FailedElsewhereError
 from graphpasses.graph.several_models import with_others
 from graphpasses.graph.unsharded import check_written_groups
 from graphpasses.progress import stage, stages_shown
+from graphpasses.roomy_stack import with_roomy_stack
 from graphpasses.state.carried import NONE_CARRIED, Carried, CarriedError
 from graphpasses.state.draws import DrawnError
 from graphpasses.state.kept_tensors import refuse_kept_tensors
@@ -147,6 +148,7 @@ def capture_train_step(
     return replace(step, recapture=capture if recapture else None, check_every=check_every)
 
 
+@with_roomy_stack
 def _capture(
     loss_fn: Callable[..., Any],
     model: nn.Module,
@@ -254,7 +256,8 @@ def _capture(
         source = find_update(step, optimizers, clip_norm)
         if source is not None:
             stage("traces the optimizer's step")
-        update = None if source is None else trace_update(step, source)
+        with paused_gc():
+            update = None if source is None else trace_update(step, source)
         learn_no_more(step.graph)
         if update is not None:
             learn_no_more(update.module.graph)

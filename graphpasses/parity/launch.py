@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from graphpasses.errors import GraphPassesError
+from graphpasses.roomy_stack import with_roomy_stack
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ class _ConnectionError(RankError):
     """A rank was not connected to the others, and no rank has begun."""
 
 
+@with_roomy_stack
 def _rank_main(
     fn: Callable[..., Any],
     rank: int,

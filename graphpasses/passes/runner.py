@@ -33,6 +33,7 @@ from graphpasses.graph.rules import Verifier
 from graphpasses.passes.graph_diff import diff_lines, read_lines
 from graphpasses.progress import stage, stages_shown
 from graphpasses.proof.prove import launches_of_rounding, prove_as
+from graphpasses.roomy_stack import with_roomy_stack
 from graphpasses.source_digest import digest_of_sources
 
 __all__ = ["GraphPass", "Numerics", "PassReport", "Pipeline", "PipelineReport"]
@@ -164,6 +165,7 @@ class Pipeline:
         """Returns a digest of the passes that run and of their options, for compilers' caches."""
         return hashlib.sha256("\n".join(p.uuid() for p in self._running).encode()).hexdigest()
 
+    @with_roomy_stack
     def run(
         self, graph: Graph, *, dump: Path | str | None = None, graph_diff: bool = False, prove: bool | None = None
     ) -> Graph:
