@@ -59,6 +59,10 @@ def is_compiled(module: nn.Module) -> bool:
     return is_optimized or module._compiled_call_impl is not None
 
 
+COUNTS_ALL_WRITES = sys.version_info[:3] != (3, 13, 0)
+"""Whether writes of attributes count as writes of their object's ``__dict__``: python/cpython#125608."""
+
+
 def dict_versions(dicts: Iterable[dict[Any, Any]]) -> list[int]:
     """Returns a number of each dict, which is another one after each write that changes it."""
     return [*map(dict_version, dicts)]

@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from graphpasses._torch.module_hooks import dict_versions, gradient_hook_ids, guard_of, parts_of
+from graphpasses._torch.module_hooks import COUNTS_ALL_WRITES, dict_versions, gradient_hook_ids, guard_of, parts_of
 from graphpasses.state.keys import MISSING
 from graphpasses.state.slots import Owner, Slot
 
@@ -37,7 +37,9 @@ class Unwritten:
 
     @classmethod
     def of(cls, model: nn.Module, owners: Iterable[Owner] = ()) -> Self | None:
-        """Sees a model and owners as they are, which are checked afterwards; None where torch has no such guard."""
+        """Sees a model and owners as they are, which are checked afterwards; None where that is not told."""
+        if not COUNTS_ALL_WRITES:
+            return None
         modules = [*model.modules()]
         states = [*map(vars, modules)]
         parts = [*map(parts_of, states)]
