@@ -15,15 +15,13 @@ from graphpasses.capture import capture_train_step, simple_fsdp, unrounded_gradi
 from graphpasses.fsdp import BucketPlan, eager_layout
 from graphpasses.graph import TrainGraph
 from graphpasses.passes import default_pipeline
-from tests.helpers.models import Short, next_token_loss, parallelize
+from tests.helpers.models import next_token_loss, parallelize
 from tests.helpers.step_cases import (
     CASES,
-    LAYER,
     SIMPLE_CASES,
     Batch,
     Case,
     Outcome,
-    Wide,
     check_equals_eager,
     each_outcome,
     of_this_world,
@@ -34,15 +32,17 @@ from tests.helpers.step_cases import (
 )
 
 NUM_STEPS = 3
-# What the comparison must be able to see.
-CONTROLS = {
-    "tied_not_coalesced": Case(Short, LAYER, disable=("coalesce-grad-reductions",), num_ranks=4),
-    "hybrid_not_bucketed": Case(Short, LAYER, hybrid=True, disable=("bucket-fsdp-collectives",), num_ranks=4),
-    "nccl_wrong_order": Case(Wide, [["layers.0"]], is_nccl=True, is_reversed=True, num_ranks=4),
+# What the comparison must be able to see: the same captured step, rewritten otherwise, or captured otherwise.
+REWRITTEN = {
+    "tied": replace(CASES["tied"], disable=("coalesce-grad-reductions",)),
+    "hybrid": replace(CASES["hybrid"], disable=("bucket-fsdp-collectives",)),
+    "nccl_order": replace(CASES["nccl_order"], is_reversed=True),
 }
-if RELEASE >= (2, 15):
-    for name in ("promoting", "tensor_parallel_fp32_reduce"):
-        CONTROLS[f"{name}_rounded"] = replace(CASES[name], is_rounded=True)
+ROUNDED = {
+    f"{name}_rounded": replace(CASES[name], is_rounded=True)
+    for name in ("promoting", "tensor_parallel_fp32_reduce")
+    if RELEASE >= (2, 15)
+}
 
 
 def plan_of(case: Case, eager: nn.Module) -> BucketPlan:
@@ -53,8 +53,12 @@ def plan_of(case: Case, eager: nn.Module) -> BucketPlan:
     return plan
 
 
-def compile_step(case: Case, model: nn.Module, eager: nn.Module) -> tuple[TrainGraph, TrainGraph]:
-    """Returns the step as captured, and as rewritten."""
+def is_checked(case: Case) -> bool:
+    """On four ranks other files compare captures with eager, and prove, but for those over tensor parallelism."""
+    return case.num_ranks == 2 or case.tensor_parallel
+
+
+def capture(case: Case, model: nn.Module) -> TrainGraph:
     simple_fsdp(
         model,
         case.mesh,
@@ -64,35 +68,42 @@ def compile_step(case: Case, model: nn.Module, eager: nn.Module) -> tuple[TrainG
     )
     is_kept = unrounded_gradients.KEEPS_GRADIENT_DTYPES and not case.is_rounded
     with mock.patch.object(unrounded_gradients, "KEEPS_GRADIENT_DTYPES", is_kept):
-        # On four ranks other files compare captures with eager, and prove, but for those over tensor parallelism.
-        check = case.num_ranks == 2 or case.tensor_parallel
-        captured = capture_train_step(next_token_loss, model, *case.batch(0), check=check)
+        return capture_train_step(next_token_loss, model, *case.batch(0), check=is_checked(case))
+
+
+def rewrite(case: Case, captured: TrainGraph, eager: nn.Module) -> TrainGraph:
     expected_layout = None if case.disable or case.is_reversed else eager_layout(eager)
     pipeline = default_pipeline(plan_of(case, eager), expected_layout=expected_layout, disable=case.disable)
-    return captured, pipeline.run(captured, prove=None if check else False)
+    return pipeline.run(captured, prove=None if is_checked(case) else False)
 
 
-def train(case: Case) -> Outcome:
+def train(case: Case, other: Case | None = None) -> Outcome:
+    """Trains a case, and then, for a control, by the step that is rewritten as for another one."""
     torch.manual_seed(0)
     model = case.build()
     eager = copy.deepcopy(model)
     if case.tensor_parallel:
         model, eager = (parallelize(each, case.parallel_meshes[1]) for each in (model, eager))
     eager = shard_eagerly(case, eager)
-    captured, step = compile_step(case, model, eager)
+    captured = capture(case, model)
+    step = rewrite(case, captured, eager)
     outcome = outcome_of(captured, step, eager, step)
 
     def run(index: int, backward: int, batch: Batch) -> torch.Tensor:
         return step(*batch)
 
     train_both(outcome, eager, model, case.batch, run, num_steps=NUM_STEPS, num_backwards=case.num_backwards)
+    if other is not None:
+        step = rewrite(other, captured, eager)
+        outcome.control = Outcome()
+        train_both(outcome.control, eager, model, case.batch, run, num_steps=1)
     return outcome
 
 
 def train_all() -> dict[str, Outcome]:
     """Runs on every rank."""
-    cases = SIMPLE_CASES | CONTROLS
-    return each_outcome(lambda name: train(cases[name]), of_this_world(cases))
+    cases = SIMPLE_CASES | ROUNDED
+    return each_outcome(lambda name: train(cases[name], REWRITTEN.get(name)), of_this_world(cases))
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +134,9 @@ def test_launches_as_many_collectives_as_eager(name: str, outcomes: dict[str, li
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", CONTROLS)
+@pytest.mark.parametrize("name", [*REWRITTEN, *ROUNDED])
 def test_control_differs(name: str, outcomes: dict[str, list[Outcome]]) -> None:
     assert not any(each.error for each in outcomes[name])
-    assert not all(each.is_equal for each in outcomes[name])
-    assert outcomes[name][0].losses[0]
+    controls = [each.control or each for each in outcomes[name]]
+    assert not all(each.is_equal for each in controls)
+    assert controls[0].losses[0]

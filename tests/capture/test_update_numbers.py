@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -58,9 +59,8 @@ def train(optimizer: str, schedule: str, *, is_stepped: bool = True) -> list[boo
 @pytest.mark.parametrize(
     ("optimizer", "schedule"),
     [
-        *(("adam", schedule) for schedule in SCHEDULES),  # others on ranks
-        *((optimizer, "one_cycle") for optimizer in PLAIN_MAKERS if optimizer != "adam"),
-        *((optimizer, "weight_decay") for optimizer in ("sgd", "adamw")),
+        *product(MAKERS, SCHEDULES),
+        *((optimizer, "one_cycle") for optimizer in PLAIN_MAKERS if optimizer not in MAKERS),
     ],
 )
 def test_a_schedule_is_followed(optimizer: str, schedule: str) -> None:

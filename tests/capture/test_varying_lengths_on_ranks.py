@@ -1,4 +1,4 @@
-"""One step for batches whose lengths differ between steps and ranks, trained by FSDP2: eager's bits on 3 ranks."""
+"""One step for batches whose lengths differ between steps and ranks, trained by FSDP2: eager's bits on 2 ranks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from graphpasses.parity import weight_hash
 from graphpasses.parity.launch import run_ranks
 
 # Per step, of each rank. Captured with those of the first.
-LENGTHS = ((6, 7, 8), (9, 8, 7), (5, 5, 5), (7, 1, 7), (40, 3, 17), (2, 2, 2))
+LENGTHS = ((6, 7), (9, 8), (5, 5), (7, 1), (40, 3), (2, 2))
+NUM_TOKENS = 51  # shards are uneven
 
 
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(50, 16)
+        self.embedding = nn.Embedding(NUM_TOKENS, 16)
         self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
-        self.head = nn.Linear(16, 50, bias=False)
+        self.head = nn.Linear(16, NUM_TOKENS, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -37,7 +38,7 @@ def loss_fn(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
 def batch(step: int) -> tuple[Tensor, Tensor]:
     length = LENGTHS[step][dist.get_rank()]
     generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    tokens, labels = torch.randint(50, (2, 2, length), generator=generator)
+    tokens, labels = torch.randint(NUM_TOKENS, (2, 2, length), generator=generator)
     return tokens, labels
 
 
@@ -74,7 +75,7 @@ def train(*, is_captured: bool, labels_shift: int = 0) -> list[tuple[float, str]
     found = []
     for step in range(len(LENGTHS)):
         tokens, labels = batch(step)
-        loss = train_step(tokens, (labels + labels_shift) % 50)
+        loss = train_step(tokens, (labels + labels_shift) % NUM_TOKENS)
         found.append((loss.item(), weight_hash(model)))
     return found
 
@@ -86,6 +87,6 @@ def train_all() -> tuple[list[tuple[float, str]], ...]:
 
 @pytest.mark.multiprocess
 def test_equals_eager() -> None:
-    for eager, captured, control in run_ranks(train_all, 3):
+    for eager, captured, control in run_ranks(train_all, 2):
         assert captured == eager
         assert all(a != b for a, b in zip(control, eager, strict=True))

@@ -34,7 +34,6 @@ class Accumulation:
         updates: whether the captured side's step updates, where its last microbatch is captured.
         clip_norm: None does not clip.
         reshards: whether eager frees unsharded parameters after each microbatch.
-        drops: whether the captured side leaves out each first microbatch, so that it must differ.
         check_every: how often the captured side, which is proved then, is compared with eager by itself; None does
             neither.
         loss_fn: of both.
@@ -45,7 +44,6 @@ class Accumulation:
     updates: bool = False
     clip_norm: float | None = None
     reshards: bool = True
-    drops: bool = False
     check_every: int | None = None
     loss_fn: Callable[..., torch.Tensor] = next_token_loss
 
@@ -58,8 +56,14 @@ def settle(model: nn.Module, reduced: str, *, reshards: bool) -> None:
     model.set_reshard_after_backward(reshards or reduced == "all")
 
 
-def train(how: Accumulation) -> list[str]:
-    """Returns what differs from eager: losses, gradients, weights."""
+def train(how: Accumulation, dropped: list[str] | None = None) -> list[str]:
+    """Returns what differs from eager: losses, gradients, weights.
+
+    Args:
+        how: a model is trained.
+        dropped: for a control, gets what differs in one more step, like the first one, of whose microbatches the
+            captured side leaves out the first.
+    """
     case = how.case
     torch.manual_seed(0)
     models: list[nn.Module] = [case.build()]
@@ -74,14 +78,16 @@ def train(how: Accumulation) -> list[str]:
     options |= {"check": how.check_every is not None, "check_every": how.check_every}
     step = capture_train_step(how.loss_fn, model, *case.batch(0), **options)
     step = default_pipeline().run(step, prove=None if how.check_every is not None else False)
-    different: list[str] = []
+    found: list[str] = []
     seed = 0
-    for index, micros in enumerate(how.steps):
+    for index, micros in enumerate([*how.steps, *([] if dropped is None else how.steps[:1])]):
+        is_control = index == len(how.steps)
+        different = dropped if dropped is not None and is_control else found
         for place, (reduced, by) in enumerate(micros):
             batch = case.batch(seed := seed + 10)
             settle(eager, reduced, reshards=how.reshards)
             expected = run_eagerly(how, eager, batch)
-            if how.drops and place == 0 and len(micros) > 1:
+            if is_control and place == 0:
                 continue
             settle(model, "all" if by == "accumulate" else reduced, reshards=how.reshards)
             if by == "eager":
@@ -98,7 +104,7 @@ def train(how: Accumulation) -> list[str]:
             optimizer.step()
             optimizer.zero_grad()
         different += [f"weight {fqn}" for fqn in differences(eager, model, lambda p: p)]
-    return different
+    return found
 
 
 def run_eagerly(how: Accumulation, model: nn.Module, batch: Batch) -> torch.Tensor:

@@ -224,6 +224,7 @@ class Outcome:
     collectives: dict[str, int] = field(default_factory=dict)
     layouts: str = ""
     error: str = ""
+    control: Outcome | None = None  # of a step that must differ, trained behind the others
 
     @property
     def is_equal(self) -> bool:

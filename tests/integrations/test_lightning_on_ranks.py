@@ -158,7 +158,7 @@ def train_all(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {
         name: [train(kind, folder, **options) for kind in ("eager", "captured")] for name, options in CASES.items()
     }
-    found["not clipped"] = train("captured", folder, accumulate_grad_batches=3)
+    found["not clipped"] = train("eager", folder, accumulate_grad_batches=3)
     saved = folder / "saved"
     train("captured", folder, save=saved, max_epochs=1)
     found["resumed"] = [train(kind, folder, resume=saved) for kind in ("eager", "captured")]
@@ -183,7 +183,7 @@ def test_losses_norms_weights_and_logs_are_eagers(name: str, trained: dict[str, 
 
 @pytest.mark.multiprocess
 def test_gradients_that_are_not_clipped_show(trained: dict[str, Any]) -> None:
-    assert trained["not clipped"][1] != trained["accumulated by three, clipped"][0][1]
+    assert trained["not clipped"][1] != trained["accumulated by three, clipped"][1][1]
 
 
 @pytest.mark.multiprocess

@@ -127,7 +127,7 @@ def train_all(folder: Path) -> dict[str, Any]:
         name: (train("eager", folder, **options), train("captured", folder, **options))
         for name, options in CASES.items()
     }
-    found["other rate"] = train("captured", folder, bf16=True, learning_rate=1e-3)
+    found["other rate"] = train("eager", folder, bf16=True, learning_rate=1e-3)
     saved = folder / "saved"
     train("captured", saved, max_steps=2, save_strategy="steps", save_steps=1, lr_scheduler_type="constant")
     checkpoint = str(saved / "checkpoint-1")
@@ -138,8 +138,8 @@ def train_all(folder: Path) -> dict[str, Any]:
     lengths = [[8, 10, 8, 8, 8], [8, 8, 10, 8, 8]][dist.get_rank()]
     found["lengths"] = [train(kind, folder, [*lengths], max_steps=4) for kind in ("eager", "captured")]
     try:
-        with mock.patch.object(by_shape, "MAX_SHAPES", 3):
-            train("captured", folder, [*range(2, 14)], max_steps=10)
+        with mock.patch.object(by_shape, "MAX_SHAPES", 1):
+            train("captured", folder, [*range(2, 8)], max_steps=4)
     except Exception as error:
         found["many lengths"] = f"{type(error).__name__}: {error}"
     return found
@@ -162,7 +162,7 @@ def test_losses_norms_and_weights_are_eagers(name: str, trained: dict[str, Any])
 
 @pytest.mark.multiprocess
 def test_another_learning_rate_shows(trained: dict[str, Any]) -> None:
-    assert trained["other rate"][1] != trained["bf16, evaluated"][0][1]
+    assert trained["other rate"][1] != trained["bf16, evaluated"][1][1]
 
 
 @pytest.mark.multiprocess
@@ -174,7 +174,7 @@ def test_checkpoints_of_captured_steps(trained: dict[str, Any]) -> None:
 
 @pytest.mark.multiprocess
 def test_many_shapes_are_refused(trained: dict[str, Any]) -> None:
-    assert re.match("CaptureError: the inputs of the trainer have had 3 shapes", trained["many lengths"])
+    assert re.match("CaptureError: the inputs of the trainer have had 1 shapes", trained["many lengths"])
     assert by_shape.MAX_SHAPES == 8
 
 

@@ -112,6 +112,8 @@ def train_all(cases: dict[str, Case], folder: Path, ports: Sequence[int]) -> Non
                     continue
                 begin()
                 config: Any = trainer_config(case.recipe, folder, NUM_STEPS, pipeline)
+                if case.recipe.num_experts:
+                    del config.model_spec.model.layers[:1]  # without experts
                 if case.recipe.chunked_loss:
                     config.loss.num_chunks = NUM_CHUNKS
                 if pipeline and not case.has_passes:
