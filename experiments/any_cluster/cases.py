@@ -169,14 +169,14 @@ CASES = (
     Case("Llama, added in fp32", llama, torch.float32, _ALL, _CONTROLS),
     Case(
         "torchtitan's llama3, added in bf16",
-        Recipe("llama3", tied=True, num_layers=2, reduce_dtype="bfloat16"),
+        Recipe("llama3", tied=True, layers=(0, 1), reduce_dtype="bfloat16"),
         None,
         _TITAN,
         _CONTROLS[:1],
     ),
     Case(
         "torchtitan's deepseek_v3, at any expert-parallel degree",
-        Recipe("deepseek_v3", num_layers=2, num_experts=4, reduce_dtype="bfloat16"),
+        Recipe("deepseek_v3", layers=(0, 1), num_experts=4, reduce_dtype="bfloat16"),
         None,
         (
             _ON_ONE,
@@ -191,7 +191,7 @@ CASES = (
     ),
     Case(
         "torchtitan's deepseek_v3, at expert-parallel degree 2, added in fp32",
-        Recipe("deepseek_v3", num_layers=2, num_experts=4, reduce_dtype="bfloat16"),
+        Recipe("deepseek_v3", layers=(0, 1), num_experts=4, reduce_dtype="bfloat16"),
         torch.float32,
         (_TWO, _FOUR, _EIGHT, *_EXPERTS),
         (_control("by FSDP2", experts=2), (_TWO, _ON_ONE)),

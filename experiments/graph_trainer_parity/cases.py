@@ -94,38 +94,38 @@ CASES = (
     Case("llama3 chunked loss", Recipe("llama3", chunked_loss=True), (_OURS, _UNLIKE)),
     Case(
         "qwen3 tied, chunked loss",
-        Recipe("qwen3", tied=True, chunked_loss=True, num_layers=3),
+        Recipe("qwen3", tied=True, chunked_loss=True, layers=(0, 1, 2)),
         (_OURS, _UNLIKE),
     ),
-    Case("deepseek_v3", Recipe("deepseek_v3", num_layers=3)),
+    Case("deepseek_v3", Recipe("deepseek_v3", layers=(0, 1, 2))),
     Case("llama3 tied, 2 replicas", Recipe("llama3", tied=True, num_replicas=2), (_OURS, _UNLIKE)),
     Case("llama3, tensor parallel 2", Recipe("llama3", tensor_parallel=2)),
     # Four ranks share each expert: fewer, and gradients would have but one order.
     Case(
         "deepseek_v3, expert parallel 2, bf16 reduction",
-        Recipe("deepseek_v3", num_layers=2, expert_parallel=2, reduce_dtype="bfloat16"),
+        Recipe("deepseek_v3", layers=(0, 1), expert_parallel=2, reduce_dtype="bfloat16"),
         (_OURS, (SORTED, "differ")),
         num_ranks=8,
     ),
     Case(
         "deepseek_v3, expert parallel 2, 4 experts on dim 1",
-        Recipe("deepseek_v3", num_layers=2, expert_parallel=2, num_experts=4),
+        Recipe("deepseek_v3", layers=(0, 1), expert_parallel=2, num_experts=4),
         num_ranks=8,
     ),
     Case(
         "deepseek_v3, expert parallel 2, tensor parallel 2, all computed again",
-        Recipe("deepseek_v3", num_layers=2, expert_parallel=2, tensor_parallel=2, checkpointing="full"),
+        Recipe("deepseek_v3", layers=(0, 1), expert_parallel=2, tensor_parallel=2, checkpointing="full"),
     ),
     Case(
         "deepseek_v3, expert parallel 2, 2 replicas",
-        Recipe("deepseek_v3", num_layers=2, expert_parallel=2, num_replicas=2),
+        Recipe("deepseek_v3", layers=(0, 1), expert_parallel=2, num_replicas=2),
     ),
     Case(
         "qwen3 experts, expert parallel 4, some computed again",
         Recipe(
             "qwen3",
             "debugmodel_moe",
-            num_layers=2,
+            layers=(0, 1),
             num_experts=8,
             expert_parallel=4,
             checkpointing="selective",

@@ -25,7 +25,7 @@ class Recipe:
     biased: bool = False  # whether the layers' linear modules have biases
     chunked_loss: bool = False  # whether the loss is torchtitan's chunked one
     reduce_dtype: str = "float32"  # of gradients; torchtitan's own configurations know float32 only
-    num_layers: int | None = None  # how many of its layers are left; None is all
+    layers: tuple[int, ...] | None = None  # which of its layers are left; None is all
     num_experts: int | None = None  # how many experts its layers have; None is as many as they have
     # What is computed again in backward: by eager's checkpoints, by graph_trainer's memory policy.
     checkpointing: Literal["", "selective", "full"] = ""
@@ -61,7 +61,8 @@ def trainer_config(recipe: Recipe, folder: Path, num_steps: int, pipeline: str |
     has_experts = recipe.model == "deepseek_v3" or "moe" in recipe.flavor
     options = {"moe_comm_backend": "standard"} if has_experts else {}
     decoder = build_decoder_config_for_backend(build, recipe.attention, **options)
-    decoder.layers = decoder.layers[: recipe.num_layers]
+    if recipe.layers is not None:
+        decoder.layers = [decoder.layers[index] for index in recipe.layers]
     decoder.enable_weight_tying = recipe.tied
     if recipe.tied:  # lm_head's initialization is the one that counts
         decoder.tok_embeddings.param_init = {"weight": skip_param_init}

@@ -22,7 +22,7 @@ ONE = Cluster("1 rank", (1,))
 BF16 = {"mixed_precision_param": "bfloat16", "mixed_precision_reduce": "bfloat16"}
 CASE = Case(
     "deepseek_v3",
-    Recipe("deepseek_v3", num_layers=2, num_experts=4, reduce_dtype="bfloat16"),
+    Recipe("deepseek_v3", layers=(1,), num_experts=4, reduce_dtype="bfloat16"),
     None,
     (ONE, Cluster("graph_trainer, 2 ranks", (2,), captured=True, experts=2)),
     ((ONE, Cluster("by FSDP2, 2 ranks", (2,), added="by FSDP2", experts=2)),),
@@ -118,7 +118,7 @@ def test_experts_that_compute_otherwise_are_refused() -> None:
     class OtherDispatcher(AllToAllTokenDispatcher):
         pass
 
-    recipe = Recipe("deepseek_v3", num_layers=2, num_experts=4)
+    recipe = Recipe("deepseek_v3", layers=(0, 1), num_experts=4)
     with torch.device("meta"):
         model = trainer_config(recipe, Path(), 1, None).model_spec.model.build()
     routed = model.layers["1"].moe.routed_experts

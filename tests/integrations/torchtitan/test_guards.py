@@ -38,7 +38,7 @@ def train_and_change(folder: Path, ports: Sequence[int]) -> dict[str, str]:
         from graphpasses.integrations.torchtitan.pass_pipeline import PIPELINE
 
         begin()
-        trainer: Any = trainer_config(Recipe("llama3", num_layers=1), folder, 9, PIPELINE).build()
+        trainer: Any = trainer_config(Recipe("llama3", layers=(0,)), folder, 9, PIPELINE).build()
         loss = trainer.loss_fn = ScaledLoss(trainer.loss_fn)
         model = trainer.model_parts[0]
         batches = trainer.batch_generator(trainer.dataloader)

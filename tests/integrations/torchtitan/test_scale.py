@@ -31,12 +31,13 @@ from graphpasses.passes import default_pipeline
 from graphpasses.passes.runner import Pipeline
 
 NUM_LAYERS = 2  # of the debug models' six or eight: a dense and a MoE layer of DeepSeek's, in less time
+LAYERS = tuple(range(NUM_LAYERS))
 RECIPES = {
-    "llama3 tied": Recipe("llama3", tied=True, num_layers=NUM_LAYERS),
-    "llama3 biased": Recipe("llama3", biased=True, num_layers=NUM_LAYERS),
-    "qwen3 tied": Recipe("qwen3", tied=True, num_layers=NUM_LAYERS),
-    "deepseek_v3": Recipe("deepseek_v3", num_layers=NUM_LAYERS),
-    "hybrid": Recipe("llama3", tied=True, num_layers=NUM_LAYERS, num_replicas=2),
+    "llama3 tied": Recipe("llama3", tied=True, layers=LAYERS),
+    "llama3 biased": Recipe("llama3", biased=True, layers=LAYERS),
+    "qwen3 tied": Recipe("qwen3", tied=True, layers=LAYERS),
+    "deepseek_v3": Recipe("deepseek_v3", layers=LAYERS),
+    "hybrid": Recipe("llama3", tied=True, layers=LAYERS, num_replicas=2),
 }
 # Unevenly many for 64 ranks.
 RECIPES["96 experts"] = RECIPES["deepseek_v3"]
