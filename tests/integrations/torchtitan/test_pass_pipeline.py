@@ -40,7 +40,7 @@ class Case:
     compile: tuple[tuple[str, Any], ...] = ()  # options of graph_trainer
 
 
-MOE = (1,)  # the first of the layers with experts
+MOE = (1,)  # the first of the layers with experts, without the dense one
 STAGES: dict[str, Any] = {
     "layers": (0, 1),
     "pipeline_parallel": 2,
@@ -68,7 +68,7 @@ CASES = {
     # Each mesh by itself: DTensor's caches take meshes of other groups, but of equal ranks and names, for one.
     # Sizes depend on where routers send tokens; each expert's weights have two ranks, the dense ones four.
     "sharded × expert parallel": {
-        "deepseek_v3": Case(Recipe("deepseek_v3", layers=MOE, num_experts=4, expert_parallel=2)),
+        "deepseek_v3": Case(Recipe("deepseek_v3", layers=(0, 1), num_experts=4, expert_parallel=2)),
         "overlapped experts": Case(
             Recipe("deepseek_v3", layers=MOE, num_experts=4, expert_parallel=2), chunks=("layers.*.moe", "seq")
         ),

@@ -42,7 +42,7 @@ from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import DeduplicateShared
 
 NUM_RANKS = 8
-NUM_LAYERS = 2  # of the debug model's six
+NUM_LAYERS = 3  # of the debug model's six
 DEDUP = "test_duplicate_fsdp_unshard_chains_are_canonicalized"
 NEVER = "test_forward_allgather_prefetch_follows_layer_order"
 ALWAYS = "test_allgather_prefetch_with_reshard_after_forward"
@@ -237,7 +237,7 @@ def test_unshard_chains_are_canonicalized(outcomes: dict[tuple[str, str], tuple[
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("name", "backward"), [(NEVER, []), (ALWAYS, [0])])
+@pytest.mark.parametrize(("name", "backward"), [(NEVER, []), (ALWAYS, [1, 0])])
 def test_all_gathers_follow_the_layers(
     outcomes: dict[tuple[str, str], tuple[str, list[int]]], name: str, backward: list[int]
 ) -> None:
