@@ -198,7 +198,7 @@ class RankConsensus:
             if (before + 1) % group.size() == 0:
                 store.set(is_here, "")
             # Who goes on alone has others wait meanwhile.
-            until = min(patience or _PATIENCE, store.timeout if error is not None else store.timeout / 4)
+            until = min(patience or _LONG_PATIENCE, store.timeout if error is not None else store.timeout / 4)
             end = monotonic() + until.total_seconds()
             while not _is_set(store, is_here):
                 if store.check([_HEARD]) or monotonic() >= end:
@@ -215,7 +215,7 @@ class RankConsensus:
             f"step.check was called on rank {dist.get_rank()}, and not on all: the step and eager communicate. Call "
             "it on all ranks, also where one alone prints what it says"
         )
-        if not self.all_come(alone, "check after call", _LONG_PATIENCE):
+        if not self.all_come(alone, "check after call"):
             raise alone
 
     def _arrive(self, *, waits: bool) -> bool:

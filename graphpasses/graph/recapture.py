@@ -4,6 +4,7 @@ what else the step had built in and is something else now.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -33,6 +34,10 @@ _CALLS_FOR_ONE = 100  # of so many calls one may bring another step
 
 class FailedElsewhereError(CaptureError):
     """Another rank raised, and no rank waits for this one."""
+
+
+class _NeedsOthersError(CaptureError):
+    """A step that one rank captured for itself does not go with what the others run."""
 
 
 Step: TypeAlias = Any
@@ -90,7 +95,7 @@ class GuardedCache:
         self._together = first  # which all ranks ran last
         self.steps = [first]  # the same on all ranks
         self.own: list[Step] = []  # this rank's
-        self._num_captured = 1
+        self._nums_captured = Counter({False: 1})  # by whether this rank did alone: the others count theirs alike
         self._num_calls = 0
         self._built_in: set[str] = set()  # paths of numbers that no step reads as inputs
         self._device = next(nn.Module.parameters(first.model)).device
@@ -133,9 +138,13 @@ class GuardedCache:
                 self._last = step
                 return self._looked_at(batch)
             elif not self.consensus.all_come(None, patience=ALONE_AFTER):
-                with nobody_asked():
-                    self._capture_for(batch, given, changed, "")
-                return self._looked_at(batch)
+                try:
+                    with nobody_asked():
+                        self._capture_for(batch, given, changed, "")
+                    return self._looked_at(batch)
+                except _NeedsOthersError as error:  # the others may be late
+                    if not self.consensus.all_come(error):
+                        raise
         differences = [self._difference(step, batch, looks=changed is not None) for step in self.steps]
         fits = self.consensus.all_ranks([difference is None for difference in differences])
         if True in fits:
@@ -215,7 +224,7 @@ class GuardedCache:
             self._last, given = next((pair for pair in found if pair[1] is not None), (self._last, None))
         try:
             self._capture(batch, given, difference if changed is None else str(changed))
-        except AgreementError:
+        except (AgreementError, _NeedsOthersError):
             raise
         except Exception as error:
             if changed is None or str(error).startswith(str(changed)):
@@ -229,22 +238,24 @@ class GuardedCache:
             raise CaptureError(
                 f"{difference}. Capture it with recapture=True, or capture a step for each of these cases"
             )
-        if self._num_captured >= MAX_STEPS + self._num_calls // _CALLS_FOR_ONE:
+        num_captured = self._nums_captured[self._is_alone]
+        if num_captured >= MAX_STEPS + self._num_calls // _CALLS_FOR_ONE:
             raise CaptureError(
-                f"{difference}. The step was captured for {self._num_captured} such cases, and no more are kept"
+                f"{difference}. The step was captured for {num_captured} such cases, and no more are kept"
                 f"{next((f'. {advice}' for decider, advice in _ADVICE.items() if decider in difference), '')}"
             )
         step = self._captured_with_numbers(batch, given)
-        self._num_captured += 1
         step.seconds, step.recapture = first.seconds, first.recapture
         step = self.rewritten(step, first.rewrites)
         step.note(f"captured again: {why}")
         if self._is_alone:
             if _is_guarded(step) or not _launch_alike(step, first):
-                raise CaptureError(f"{why}, {_ALONE}")
+                raise _NeedsOthersError(f"{why}, {_ALONE}")
+            self._nums_captured[True] += 1
             step.note(f"the other ranks did not capture it, and it was not compared with an eager step: {why}")
             self.own, self._last = [*self.own[-MAX_STEPS + 1 :], step], step
             return
+        self._nums_captured[False] += 1
         # The others hold a number constant that this one changes, but for one that is built in for its value now.
         numbers = {*first.carried.numbers} & {*step.carried.paths}
         if not self.consensus.all_ranks([{*step.carried.numbers} == numbers])[0]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
@@ -77,6 +78,24 @@ def scale(index: int, model: nn.Module) -> None:
     SCALE[0] = 2.0 if index == 1 and dist.get_rank() == 1 else 1.0
 
 
+def freeze_late(index: int, model: nn.Module) -> None:
+    """All freeze a layer; rank 0 comes later, as one that writes a checkpoint before."""
+    if index == 2:
+        model[0].requires_grad_(False)
+        time.sleep(0.0 if dist.get_rank() else 2.0)
+
+
+def freeze(index: int, model: nn.Module) -> None:
+    model[0].requires_grad_(index < 3)
+
+
+def many_alone() -> list[Any]:
+    """What one rank captured alone does not count where all capture."""
+    rank = dist.get_rank()
+    with mock.patch.object(recapture, "MAX_STEPS", 2):
+        return train([4, 4 + rank, 4 + 2 * rank, 4, 4], freeze)
+
+
 def says(run: Callable[[], Any]) -> str:
     try:
         run()
@@ -111,6 +130,8 @@ def train_all() -> dict[str, Any]:
         "another size, updated": train([4, 4 - rank, 4 - rank, 4], nothing, updates=True),
         "each its own": train([4, 5 + rank, 4 + 2 * rank, 6], nothing),
         "a value": train([4, 4, 4], scale),
+        "late": train([4, 4, 4, 4], freeze_late, updates=True),
+        "many alone": many_alone(),
         "frozen": frozen(),
         "accumulated": accumulated(),
     }
@@ -124,7 +145,14 @@ def trained() -> list[dict[str, Any]]:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("name", "nums_captures"),
-    [("another size", (1, 2)), ("another size, updated", (1, 2)), ("each its own", (3, 2)), ("a value", (1, 2))],
+    [
+        ("another size", (1, 2)),
+        ("another size, updated", (1, 2)),
+        ("each its own", (3, 2)),
+        ("a value", (1, 2)),
+        ("late", (2, 2)),
+        ("many alone", (2, 4)),
+    ],
 )
 def test_one_rank_goes_on_alone(name: str, nums_captures: tuple[int, int], trained: list[dict[str, Any]]) -> None:
     for rank, num_captures in zip(trained, nums_captures, strict=True):
