@@ -19,6 +19,8 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d
 from torch.overrides import BaseTorchFunctionMode
 
+from graphpasses._torch.pytree import tree_leaves
+
 
 def _reduce_scatter(output: Tensor, input_list: Sequence[Tensor], op: str = "sum", group: Any = None) -> None:
     joined = torch.cat([each.reshape(-1) for each in input_list])
@@ -58,6 +60,8 @@ _FUNCTIONAL: dict[str, Callable[..., Any]] = {
 }
 
 OBJECTS = "objects that ranks send each other"
+AS_IT_LIES = "a collective that moves memory as it lies"
+_MOVE_MEMORY = ("all_to_all_single", "reduce_scatter", "scatter")  # gloo's, past the strides of what they are given
 
 
 def _refuse_objects(*_: Any) -> str:
@@ -70,7 +74,7 @@ def collectives_with_waits() -> Iterator[None]:
 
     It moves, or adds, the same. Autograd takes no notice of either. A mode of functions is on, under which torch
     looks for a collective by its name again: the user's code may have imported it under one of its own. One
-    that sends objects raises :data:`OBJECTS`.
+    that sends objects raises :data:`OBJECTS`, one whose bytes eager puts elsewhere :data:`AS_IT_LIES`.
     """
     with BaseTorchFunctionMode(), _replacements:
         yield
@@ -123,6 +127,9 @@ def _replaced(original: Callable[..., Any], traced: Callable[..., Any]) -> Calla
             given["op"] = functional.REDUCE_OP_TO_STR.get(given["op"])
         if is_async or given.get("op", "") is None or _caller().startswith("torch.distributed.fsdp"):
             return original(*args, **kwargs)
+        tensors = (each for each in tree_leaves(list(given.values())) if isinstance(each, Tensor))
+        if original.__name__ in _MOVE_MEMORY and not all(each.is_contiguous() for each in tensors):
+            raise RuntimeError(AS_IT_LIES)
         with torch.no_grad():
             traced(**given)
         return None

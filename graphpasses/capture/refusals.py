@@ -19,7 +19,7 @@ from graphpasses._torch.ddp import is_replicated
 from graphpasses._torch.dynamo import COMPILED_CALL
 from graphpasses._torch.fake_mode import is_fake, watched_in_other_threads
 from graphpasses._torch.fsdp2 import fsdp_groups
-from graphpasses._torch.in_place_collectives import OBJECTS
+from graphpasses._torch.in_place_collectives import AS_IT_LIES, OBJECTS
 from graphpasses._torch.module_hooks import is_compiled
 from graphpasses._torch.schemas import is_tensor_subclass
 from graphpasses._torch.step_tracer import trace_as
@@ -180,6 +180,10 @@ _REFUSED_TRACES = {
         "loss_fn sends objects to other ranks at {line}, as all_gather_object and broadcast_object_list do, and a "
         "captured step would not. Send them before the step, and give them in the batch; return metrics beside the "
         "loss, and send them after the step"
+    ),
+    AS_IT_LIES: (
+        "loss_fn gives a collective at {line} a tensor that is not contiguous, past whose strides gloo moves its "
+        "memory; give contiguous ones: torch.empty(x.shape) in place of torch.empty_like(x)"
     ),
     # As Tensor.numpy says of a tensor that is traced.
     ".numpy() is not supported": (

@@ -84,6 +84,12 @@ def gathers_a_number(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
+def into_strides(model: nn.Module, x: Tensor) -> Tensor:
+    """As a router's einsum gives it: gloo puts the bytes where a contiguous tensor would have them."""
+    y = model(x).t()
+    return differentiable.all_to_all_single(torch.empty_like(y), y.contiguous())[0].sum()
+
+
 EQUAL: dict[str, Loss] = {
     each.__name__: each for each in (contrastive, per_token, centered, of_the_loss, gathered_scores)
 }
@@ -120,7 +126,7 @@ def train_all() -> tuple[dict[str, bool], bool, dict[str, str]]:
     }
     alone = train(lambda model, x: model(x).square().sum() / (x > 0).sum(), captured=True)
     messages = {}
-    for loss_fn in (not_waited, sends_objects, gathers_a_number):
+    for loss_fn in (not_waited, sends_objects, gathers_a_number, into_strides):
         try:
             train(loss_fn, captured=True)
         except CaptureError as error:
@@ -134,6 +140,8 @@ def test_collectives_of_a_loss() -> None:
         assert equal == dict.fromkeys(EQUAL, True)
         assert not is_alone_equal  # the control
         assert messages["not_waited"].startswith("loss_fn communicates in place: c10d.allreduce_.default")
+        assert messages["into_strides"].startswith("loss_fn gives a collective at ")
+        assert " in into_strides a tensor that is not contiguous" in messages["into_strides"]
         for name in ("sends_objects", "gathers_a_number"):
             assert messages[name].startswith("loss_fn sends objects to other ranks at ")
             assert f" in {name}, as all_gather_object" in messages[name]
