@@ -202,8 +202,9 @@ class RankConsensus:
             end = monotonic() + until.total_seconds()
             while not _is_set(store, is_here):
                 if store.check([_HEARD]) or monotonic() >= end:
-                    store.add(key, -1)
-                    return False
+                    if (store.add(key, -1) + 1) % group.size():
+                        return False
+                    store.add(key, 1)  # the last came in this moment, and knows that all are here
         failed.forget()
         return True
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import graphpasses as gp
-from graphpasses.graph import CapturedStep, recapture
+from graphpasses.graph import CapturedStep, rank_consensus, recapture
 from graphpasses.parity.launch import run_ranks
 from tests.helpers.models import same_bits
 
@@ -121,6 +121,26 @@ def accumulated() -> list[Any]:
     return [says(lambda: step(rows(4 - dist.get_rank(), 2)))]
 
 
+def last_moment() -> bool:
+    """Rank 1 comes when rank 0 has just waited long enough: they go on together, or both alone."""
+    consensus = rank_consensus.RankConsensus([dist.group.WORLD.group_name], torch.device("cpu"))
+    if dist.get_rank():
+        dist.barrier()
+        has_come = consensus.all_come(None)
+        dist.barrier()
+        return has_come
+
+    def is_late(store: Any, key: str) -> bool:
+        is_set.stop()
+        dist.barrier()
+        dist.barrier()
+        return False
+
+    is_set = mock.patch.object(rank_consensus, "_is_set", is_late)
+    is_set.start()
+    return consensus.all_come(None, patience=timedelta(microseconds=1))
+
+
 def train_all() -> dict[str, Any]:
     """Runs on two ranks."""
     rank = dist.get_rank()
@@ -132,6 +152,7 @@ def train_all() -> dict[str, Any]:
         "a value": train([4, 4, 4], scale),
         "late": train([4, 4, 4, 4], freeze_late, updates=True),
         "many alone": many_alone(),
+        "last moment": last_moment(),
         "frozen": frozen(),
         "accumulated": accumulated(),
     }
@@ -157,6 +178,11 @@ def trained() -> list[dict[str, Any]]:
 def test_one_rank_goes_on_alone(name: str, nums_captures: tuple[int, int], trained: list[dict[str, Any]]) -> None:
     for rank, num_captures in zip(trained, nums_captures, strict=True):
         assert rank[name] == [True] * (len(rank[name]) - 1) + [num_captures]
+
+
+@pytest.mark.multiprocess
+def test_ranks_know_alike_whether_all_came(trained: list[dict[str, Any]]) -> None:
+    assert [rank["last moment"] for rank in trained] == [True, True]
 
 
 @pytest.mark.multiprocess
