@@ -91,8 +91,9 @@ def _collected(tensors: list[ref[torch.Tensor]], generation: int) -> list[torch.
 
 
 def _holders(held: list[Any], but: list[Any]) -> list[Any]:
-    found = gc.get_referrers(*held)
-    return [e for e in found if e is not held and e is not but and not isinstance(e, FrameType)]
+    given = tuple(held)  # since 3.13 Python finds it, too
+    found = gc.get_referrers(*given)
+    return [e for e in found if not any(e is one for one in (held, given, but)) and not isinstance(e, FrameType)]
 
 
 def _described(holder: Any, kept: list[torch.Tensor]) -> str:
