@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -157,7 +158,9 @@ def test_what_a_step_writes_is_none() -> None:
     before = seen(model)
     model(torch.ones(3, 2)).sum().backward()
     torch.optim.AdamW(model.parameters()).step()
-    model.train().zero_grad()
+    model.zero_grad()
+    if sys.version_info < (3, 13):  # since then Python takes writing what is there for a write
+        model.train()
     expected = [each for module in model for each in (*module.parameters(), *module.buffers())]
     assert list(map(id, before.tensors(model) or ())) == list(map(id, expected))
     assert before.tensors(model[:2]) is None
