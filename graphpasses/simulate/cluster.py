@@ -18,6 +18,7 @@ from graphpasses._torch.process_group import threads_are_ranks
 from graphpasses.errors import ClusterError
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import CapturedStep, get_state, is_collective
+from graphpasses.roomy_stack import with_roomy_stack
 from graphpasses.simulate.process_group import BACKEND
 from graphpasses.simulate.rings import Topology
 from graphpasses.simulate.scheduler import Call, RankScheduler, current
@@ -64,6 +65,7 @@ def run_cluster(fn: Callable[..., T], topology: Topology, *args: Any) -> list[T]
     """
     scheduler = RankScheduler(topology)
 
+    @with_roomy_stack
     def play(rank: int) -> T:
         torch.set_num_threads(1)
         with torch.autograd.set_multithreading_enabled(False):
