@@ -31,7 +31,8 @@ def train() -> None:
     default_pipeline().run(captured)(*batch)
 
 
-if not torch.accelerator.is_available():  # its backward starts threads, which a fork does not have
+# Where torch was built for an accelerator FSDP2's backward starts threads, which a fork does not have.
+if not torch.backends.cuda.is_built() and not torch.accelerator.is_available():
     with torch.random.fork_rng(devices=[]), fake_process_group(2):
         train()
     # A rank's mesh is equal to this one, and has another group.
