@@ -23,6 +23,8 @@ from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.utils import graph_break_reasons
 from torch._dynamo.variables import TensorVariable
 
+from graphpasses._torch.tested_versions import RELEASE
+
 
 def live_inputs(module: fx.GraphModule) -> list[tuple[str, Any]]:
     """Returns, for each placeholder, its source as Dynamo writes it, or else its name, and what it was given."""
@@ -112,15 +114,16 @@ def graphs_uncut() -> Iterator[None]:
 @contextmanager
 def attributes_in_graphs() -> Iterator[None]:
     """Lets a graph return the views that are attributes of its inputs (``x.T``): Dynamo reads them after the call."""
-    read = TensorVariable.var_getattr
+    attribute = "var_getattr" if RELEASE < (2, 14) else "tp_getattro_impl"
+    read = getattr(TensorVariable, attribute)
 
-    def var_getattr(self: Any, tx: Any, name: str) -> Any:
+    def read_in_graph(self: Any, tx: Any, name: str) -> Any:
         found = read(self, tx, name)
         if isinstance(found, TensorVariable) and found.as_proxy().node.target is getattr:
             found.source = None  # by which it would be read
         return found
 
-    with mock.patch.object(TensorVariable, "var_getattr", var_getattr):
+    with mock.patch.object(TensorVariable, attribute, read_in_graph):
         yield
 
 
