@@ -117,8 +117,9 @@ class CompiledGradients:
 
     def read(self, joint: fx.Graph) -> None:
         """Reads from a joint graph how many gradients eager adds for each input."""
-        for node in joint.find_nodes(op="call_function", target=_REPLACE):  # an alias would be replaced
-            self._open.discard(describe_input(node.args[0])[0])
+        for node in joint.nodes:
+            if node.target in _REPLACE:  # an alias would be replaced
+                self._open.discard(describe_input(node.args[0])[0])
         assert self._graph is not None
         counts, given = [*self._num_views], self._graph.placeholders
         has_sums = any(map(adds_gradients, joint.nodes))
@@ -251,7 +252,9 @@ class CompiledGradients:
         node.register_hook(partial(_refuse_derivative, token))
 
 
-_REPLACE = torch.ops.aten.set_.source_Tensor  # an assignment to `.data` of an input
+# An assignment to `.data` of an input; by the second since torch 2.14.
+_COPY = getattr(torch.ops.aten, "shallow_copy_data_", None)
+_REPLACE = {torch.ops.aten.set_.source_Tensor, *([] if _COPY is None else [_COPY.default])}
 
 
 def _summands(value: fx.Node, num_summands: float = math.inf) -> list[fx.Node]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import graphpasses
+from graphpasses._torch.tested_versions import RELEASE
 from graphpasses.errors import FidelityError
 
 pytestmark = [
@@ -81,6 +82,10 @@ def of_what_is_returned(h: Tensor) -> tuple[Tensor, ...]:
     return same.exp() * same, h.cos()
 
 
+def of_an_attribute(h: Tensor) -> tuple[Tensor, ...]:
+    return h.t().exp(), h.T, h.chunk(2)[0].t()
+
+
 @pytest.mark.parametrize(
     "uses",
     [
@@ -93,7 +98,7 @@ def of_what_is_returned(h: Tensor) -> tuple[Tensor, ...]:
         lambda h: (h.exp(), h.contiguous(), h.real, h.sin()),  # what returns what it is given
         lambda h: (h[:, 1:].t(), h.view(-1)[h.shape[1] :].exp() * 0.3),
         lambda h: (h.exp() * h, h.t()),
-        lambda h: (h.t().exp(), h.T, h.chunk(2)[0].t()),
+        of_an_attribute,
         lambda h: (h[1:], h.exp() * h, h[:2], h[1:].t()),
         of_parts,
         of_a_view,
@@ -105,7 +110,8 @@ def of_what_is_returned(h: Tensor) -> tuple[Tensor, ...]:
 def test_uses_are_added_one_by_one(uses: Uses) -> None:
     theirs = trained(uses, lambda model: model)
     assert same(trained(uses, ours), theirs)
-    assert not same(trained(uses, torchs), theirs)
+    if uses is not of_an_attribute or RELEASE < (2, 14):  # since then Dynamo reads it in the graph
+        assert not same(trained(uses, torchs), theirs)
 
 
 @pytest.mark.parametrize(
