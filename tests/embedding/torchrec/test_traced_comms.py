@@ -82,8 +82,8 @@ def case(forward: CommType, backward: CommType, kind: str = "bags", scale: float
     options = {"optimizer": torch.optim.Adagrad, "num_steps": 2, "sharders": sharders}
     if kind == "vbe":
         options["optimizer"] = torch.optim.SGD  # FBGEMM has no Adagrad for them
-        return Case(partial(Small, 2, False), (TW0, CW), variable, **options)
-    shardings = (TW0, RW, TW1, RW) if kind == "sequences" else (TW0, RW)
+        return Case(partial(Small, 2, False), (TW0, TW1), variable, **options)
+    shardings = (TW0, RW, TW1, RW) if kind == "sequences" else (CW, RW)
     return Case(partial(Small, 2, kind == "sequences"), shardings, one, **options)
 
 
