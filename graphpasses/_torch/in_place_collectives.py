@@ -19,7 +19,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d
 from torch.overrides import BaseTorchFunctionMode
 
-from graphpasses._torch.pytree import tree_leaves
+from graphpasses._torch.operator_facts import tensors
 
 
 def _reduce_scatter(output: Tensor, input_list: Sequence[Tensor], op: str = "sum", group: Any = None) -> None:
@@ -127,8 +127,8 @@ def _replaced(original: Callable[..., Any], traced: Callable[..., Any]) -> Calla
             given["op"] = functional.REDUCE_OP_TO_STR.get(given["op"])
         if is_async or given.get("op", "") is None or _caller().startswith("torch.distributed.fsdp"):
             return original(*args, **kwargs)
-        tensors = (each for each in tree_leaves(list(given.values())) if isinstance(each, Tensor))
-        if original.__name__ in _MOVE_MEMORY and not all(each.is_contiguous() for each in tensors):
+        moved = tensors([*given.values()]) if original.__name__ in _MOVE_MEMORY else ()
+        if not all(each.is_contiguous() for each in moved):
             raise RuntimeError(AS_IT_LIES)
         with torch.no_grad():
             traced(**given)

@@ -8,6 +8,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 from weakref import ref
 
@@ -117,9 +118,8 @@ class CompiledGradients:
 
     def read(self, joint: fx.Graph) -> None:
         """Reads from a joint graph how many gradients eager adds for each input."""
-        for node in joint.nodes:
-            if node.target in _REPLACE:  # an alias would be replaced
-                self._open.discard(describe_input(node.args[0])[0])
+        for node in chain.from_iterable(joint.find_nodes(op="call_function", target=each) for each in _REPLACE):
+            self._open.discard(describe_input(node.args[0])[0])  # an alias would be replaced
         assert self._graph is not None
         counts, given = [*self._num_views], self._graph.placeholders
         has_sums = any(map(adds_gradients, joint.nodes))
@@ -252,9 +252,9 @@ class CompiledGradients:
         node.register_hook(partial(_refuse_derivative, token))
 
 
-# An assignment to `.data` of an input; by the second since torch 2.14.
-_COPY = getattr(torch.ops.aten, "shallow_copy_data_", None)
-_REPLACE = {torch.ops.aten.set_.source_Tensor, *([] if _COPY is None else [_COPY.default])}
+# An assignment to `.data` of an input; torch 2.15 has an operator of its own for it.
+_OF_DATA = getattr(torch.ops.aten, "shallow_copy_data_", None)
+_REPLACE = [torch.ops.aten.set_.source_Tensor, *([] if _OF_DATA is None else [_OF_DATA.default])]
 
 
 def _summands(value: fx.Node, num_summands: float = math.inf) -> list[fx.Node]:
