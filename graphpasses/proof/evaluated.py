@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 from torch import fx
@@ -36,6 +37,13 @@ class Variable(NamedTuple):
 
     number: int
     place: int  # among those of its number
+
+
+class Touch(NamedTuple):
+    """A call that reads, writes or returns what lies in some memory."""
+
+    call: tuple[str, bool]  # what is called, or nothing where it makes the memory; and whether with gradients
+    numbers: tuple[int, ...]  # of what it is given and returns; where it makes the memory, of what lies there
 
 
 Use = str | tuple["Variable | Use", ...]
@@ -84,8 +92,13 @@ class Evaluated:
     random_state: int = 0  # the number of the state in which the graph leaves the generator of random numbers
     hidden_state: int = 0  # likewise of calls that may have a state of their own
     # Of such a graph: the calls that touch each memory that is written and gets a gradient, in order.
-    touched: Counter[tuple[Hashable, ...]] = field(default_factory=Counter)
+    touched: Counter[tuple[Touch, ...]] = field(default_factory=Counter)
     context: int = 0  # likewise of what is set around calls: whether gradients are on, autocast
+
+    def numbers(self) -> set[int]:
+        """Returns the numbers of what a graph computes, or uses, whose gradients autograd computes."""
+        used = (value.number for value in self.uses)
+        return {*self.makers, *used, *numbers_in(chain.from_iterable(self.uses.values()))}
 
     def go_on(self, then: Evaluated) -> set[str]:
         """Adds what the update does after this graph, on what this one has left; returns the names of that."""
@@ -100,3 +113,14 @@ class Evaluated:
         self.axioms |= then.axioms
         self.random_state, self.hidden_state = then.random_state, then.hidden_state
         return {*names.values(), *then.written}
+
+
+def are_touched_alike(one: Evaluated, two: Evaluated) -> bool:
+    """Whether the same calls touch what two graphs write, and values, where they differ, that one alone has."""
+    pairs = (one, two), (two, one)
+    calls = [Counter(tuple(each.call for each in touches) for touches in of.touched.elements()) for of, _ in pairs]
+    return calls[0] == calls[1] and not any(
+        other.numbers().issuperset(chain.from_iterable(each.numbers for each in touches))
+        for of, other in pairs
+        for touches in of.touched - other.touched
+    )

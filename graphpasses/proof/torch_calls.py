@@ -18,17 +18,16 @@ from torch import fx, nn
 
 from graphpasses._torch import pytree
 from graphpasses._torch.schemas import SET_GRAD_ENABLED
-from graphpasses._torch.storage import memories
 from graphpasses.analysis.dependencies import grad_modes
 from graphpasses.analysis.effects import has_gradient, reached_outputs, torch_call_effects
 from graphpasses.fbgemm.names import FBGEMM, UPDATING_LOOKUP
 from graphpasses.graph import WAIT, DynamoGraph, argument, is_collective
 from graphpasses.graph.nodes import reach
-from graphpasses.proof.core.facts import Facts
+from graphpasses.proof.core.facts import Facts, Leaf
 from graphpasses.proof.core.values import Result, Value
 from graphpasses.proof.core.views import View
 from graphpasses.proof.evaluate import Evaluation
-from graphpasses.proof.evaluated import Use, Variable
+from graphpasses.proof.evaluated import Touch, Use, Variable
 from graphpasses.proof.fused_lookups import FUSED, Lookups
 from graphpasses.proof.rows import RowValues
 
@@ -61,8 +60,8 @@ class TorchCalls(Evaluation):
         writes = {node: written for node in graph.graph.nodes if (written := _writes(node))}
         self._written_of = reach(writes, lambda node: node.all_input_nodes)
         # By memory that is written the calls that read or return what lies there; and which of it gets a gradient.
-        self._touched = {each: list[Hashable]() for each in memories([facts[e] for e in chain(*writes.values())])}
-        self._with_gradient = set[Hashable]()
+        self._touched = {root: list[Touch]() for each in chain(*writes.values()) for root in self._memories(each)}
+        self._with_gradient = set[Leaf]()
 
     def evaluate_node(self, node: fx.Node) -> Result:
         """Returns the value of a node, after those before it, and notes which values with a gradient it reads."""
@@ -72,7 +71,8 @@ class TorchCalls(Evaluation):
         self._was_given[node] = given = [self._read(each) for each in node.all_input_nodes]
         value = self._value(node)
         numbers = [*_numbers(value)]
-        self._note_touch(node, [number for each in given for number in _numbers(each)], numbers)
+        if self._touched and not self._is_part(node):
+            self._note_touch(node, value, [number for each in given for number in _numbers(each)])
         for each, held in zip(node.all_input_nodes, given, strict=True):
             if (now := self._read(each)) != held:
                 self._uses.note_write(each, node)
@@ -81,16 +81,22 @@ class TorchCalls(Evaluation):
             self._uses.note(node, used, numbers)
         return value
 
-    def _note_touch(self, node: fx.Node, given: list[int], numbers: list[int]) -> None:
+    def _note_touch(self, node: fx.Node, value: Result, given: list[int]) -> None:
         """Notes a call with the memory of what it reads and returns, where that is written."""
-        if not self._touched:
-            return
-        touched = [node, *node.all_input_nodes]
-        call = str(node.target), bool(self._modes[node]), tuple(given), tuple(numbers)
-        for memory in self._touched.keys() & memories([self._facts[each] for each in touched]):
-            self._touched[memory].append(call)
-        with_gradient = [each for each in touched if has_gradient(each)]
-        self._with_gradient |= memories([self._facts[each] for each in with_gradient])
+        mode = bool(self._modes[node])
+        read = {root for each in node.all_input_nodes for root in self._memories(each)}
+        for root in self._touched.keys() & read:
+            self._touched[root].append(Touch((str(node.target), mode), (*given, *_numbers(value))))
+        for root in self._touched.keys() & self._memories(node) - read:  # it is made: its value says how
+            of = value if root[1] is None else value[root[1]]
+            self._touched[root].append(Touch(("", mode), tuple(_numbers(of))))
+        with_gradient = [each for each in (node, *node.all_input_nodes) if has_gradient(each)]
+        self._with_gradient.update(*map(self._memories, with_gradient))
+
+    def _memories(self, node: fx.Node) -> set[Leaf]:
+        """Returns in whose memory the tensors of a node lie, and of those from outside what else lies there."""
+        roots = self._roots(node)
+        return roots.union(*(self._facts.beside[root] for root in roots if root in self._facts.beside))
 
     def evaluate_outputs(self) -> None:
         super().evaluate_outputs()

@@ -175,6 +175,39 @@ def test_a_view_that_is_written_is_made_where_it_was(writing: TrainGraph) -> Non
         prove(writing, other)
 
 
+class Adding(nn.Module):
+    """Adds in place, as TorchRec does to what its feature processors give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        return torch.exp(torch.sin(h).add_(1.0))
+
+
+@torch.library.custom_op("proof_tests::sine", mutates_args=())
+def sine(x: torch.Tensor) -> torch.Tensor:
+    return torch.sin(x)
+
+
+sine.register_fake(torch.empty_like)
+
+
+def test_what_is_written_may_be_computed_by_what_nobody_knows() -> None:
+    """It is not proved; without gradients while it is written it is another all the same."""
+    before = traced(Adding())
+    other = before.copy()
+    sin, add = (next(node for node in other.graph.nodes if node.target in of) for of in ([torch.sin], ["add_"]))
+    sin.target = torch.ops.proof_tests.sine.default
+    certificate = prove(before, other)
+    assert ("the gradients of what is written in place", "other values lie there") in certificate.unproved
+    without_gradients(other, add, add)
+    with pytest.raises(ProofError, match="the gradients of what is written in place"):
+        prove(before, other)
+
+
 def test_what_is_written_is_read_of_the_same_call(writing: TrainGraph) -> None:
     other = writing.copy()
     linear = next(node for node in other.graph.nodes if node.name == "h")
