@@ -9,11 +9,13 @@ from unittest import mock
 
 import sympy  # type: ignore[import-untyped]
 import torch
+from torch import _prims_common
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from graphpasses._torch import pytree
 from graphpasses._torch.schemas import writes_arguments
+from graphpasses._torch.symbols import expression
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 
@@ -106,12 +108,24 @@ def fake_call_for_all_sizes(
     asked: Any = {"evaluate_expr": known, "guard_or_defer_runtime_assert": known, "fake_tensor_cache": cached}
     # torch logs what its functions for fake tensors raise.
     silent = mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
+    contiguous = mock.patch.object(_prims_common, "is_contiguous", _is_contiguous)
     try:
-        with mock.patch.multiple(shape_env, **asked), silent:
+        with mock.patch.multiple(shape_env, **asked), contiguous, silent:
             return fake_call(mode, target, args, kwargs)
     # Ours, or what an operator makes of it; or that of a call that cannot be. Nothing is known then, or proved.
     except Exception:
         return None
+
+
+def _is_contiguous(tensor: torch.Tensor, torchs: Any = _prims_common.is_contiguous, **options: Any) -> bool:
+    """Whether a tensor is contiguous; one that has the strides of its sizes is, be it of one element or of more."""
+    least: Any = 1
+    most: Any = 1  # where empty dims count as one
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if expression(stride) not in (expression(least), expression(most)):
+            return cast(bool, torchs(tensor, **options))
+        least, most = least * size, most * torch.sym_max(size, 1)  # type: ignore[no-untyped-call]
+    return True
 
 
 def _is_emptiness(expr: Any) -> bool:

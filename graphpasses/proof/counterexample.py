@@ -270,7 +270,7 @@ class _Run:
                 return self._operator(call, rank, self._one("source", state, rank))
             case ["call", *_]:
                 return self._operator(key, rank, None)
-            case ["collective", str(name), args, _]:
+            case ["collective", str(name), args, []]:
                 return self._collective(name, args, rank), [], None
             case ["part of memory", number, held, seen, None]:
                 data = self._one("value", number, rank)

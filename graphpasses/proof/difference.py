@@ -168,6 +168,8 @@ def _keys(values: Values, a: Any, b: Any) -> _Leaf | tuple[Value, Value]:
     if a[0] == b[0] and a[0] in ("call", "collective") and a[1] == b[1]:
         if a[1] == _ALL_TO_ALL and a[2][1:] != b[2][1:]:  # what ranks send may be cut otherwise
             return _Leaf(f"{called(a)} is given {_plain(b[2][1:])} instead of {_plain(a[2][1:])}", a[1])
+        if a[2] == b[2] and _turn(a) != _turn(b):
+            return _Leaf(f"{called(a)} is another, in which this rank sends the same, and others perhaps do not")
         x, y = _first_unlike(a[2:], b[2:])
         if isinstance(x, Argument) and isinstance(y, Argument):
             if x.number != y.number:
@@ -175,6 +177,12 @@ def _keys(values: Values, a: Any, b: Any) -> _Leaf | tuple[Value, Value]:
             return _Leaf(f"{called(a)} reads a tensor {_layouts(x.layout, y.layout)}", _unknown(a, b))
         return _Leaf(f"{called(a)} is given {_plain(y)} instead of {_plain(x)}", _unknown(a, b))
     return _Leaf(f"{called(a)} became {called(b)}", _unknown(a, b))
+
+
+def _turn(key: Any) -> list[Any]:
+    """Returns which one a launch is of those in which this rank sends the same, as it stands among keywords."""
+    keywords = key[3] if len(key) > 3 and isinstance(key[3], tuple) else ()
+    return [each for each in keywords if isinstance(each, tuple) and each[:1] == ("turn",)]
 
 
 def _first_unlike(a: Any, b: Any) -> tuple[Any, Any]:

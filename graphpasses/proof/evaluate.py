@@ -211,10 +211,11 @@ class Evaluation(Arrivals):
             return results
         if is_elementwise_on_lists(node.target) and not self._overlaps(node, names_written(node)):
             return self._each(node)
-        key: Hashable = self._call(node.target, node.args, node.kwargs)
+        key: Any = self._call(node.target, node.args, node.kwargs)
         if overlaps := self._overlaps(node, names_written(node)) if writes else ():
-            key = (*key, "overlapping", overlaps)  # type: ignore[misc]
+            key = (*key, "overlapping", overlaps)
         if (group := collective_group(node)) is not None:  # it brings what it brings at once
+            key = self._in_turn_of(node.name, key)
             self._done.collectives.append(Collective(node, self._sent_by(node), str(group), key, is_followed=False))
         has_state = has_hidden_state(node) and not draws(node) and not is_function(node.target)
         key = self._after_others(draws_random_numbers(node), has_state, key)
@@ -259,21 +260,21 @@ class Evaluation(Arrivals):
         # What is sent from where it lies is sent in the order of its memory; of others a contiguous copy is.
         read = self._argument if writes else self._number
         args, kwargs = evaluated((given_args, given_kwargs), read)
-        key = ("collective", str(node.target), freeze(args), freeze(kwargs))
+        key: tuple[Any, ...] = ("collective", str(node.target), freeze(args), freeze(kwargs))
         fake = self._facts[node]
         result: Result = None
         if node.target == ALL_GATHER and isinstance(sent, Value) and isinstance(fake.numel(), int):
             if given_args[1] == len(named_group_ranks(group)):  # else it fails
                 result = movement.gathered(self._table, sent, int(given_args[1]), group, tuple(fake.shape))
-            if result is not None:
-                self._axioms.add("all-gather")
+            self._axioms |= {"all-gather"} if result is not None else set()
         if node.target == ALL_TO_ALL and isinstance(sent, Value):
-            result = self._brought(node, fake, args, [self._packs.sizes(each) for each in given_args[1:3]])
+            sizes = [self._packs.sizes(each) for each in given_args[1:3]]
+            result = self._brought(node, fake, args, sizes)
         if result is None:
+            key = self._in_turn_of(node.name, key)
             result = self.opaque(node, fake, key)
         if isinstance(sent, Value) and isinstance(result, Value) and node.target == ALL_TO_ALL:
-            outputs, inputs = given_args[1:3]
-            self._packs.send(sent.number, result.number, outputs, inputs, group)
+            self._packs.send(sent.number, result.number, given_args[1], given_args[2], group)
         members = self._packs.members(sent.number) if isinstance(sent, Value) else []
         given = tuple(map(self._table.__getitem__, members)) or self._sent_by(node)
         self._done.collectives.append(Collective(node, given, group, freeze(args[1:]), bool(members)))
@@ -298,24 +299,33 @@ class Evaluation(Arrivals):
             return unpacked(self._table, received, given[1:])
         self._axioms.add(PACKED)
         self._done.unpacked[node] = [freeze(each[1:]) for each, _ in found]
-        return [self._brought(node, fake, *each) for each, fake in zip(found, fakes, strict=True)]
+        members = enumerate(zip(found, fakes, strict=True))
+        return [self._brought(node, fake, *each, member=index) for index, (each, fake) in members]
 
-    def _brought(self, node: fx.Node, fake: Any, given: Any, sizes: Sequence[Sequence[Any]]) -> Result:
-        """Returns what an all-to-all brings that is given numbers of values, cut by ``sizes``."""
+    def _in_turn_of(self, name: str, launch: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Returns what a launch depends on beside what this rank sends: which one it is of several alike."""
+        turn = self._sizes.turn(launch, name, self._facts.by_name)
+        return (*launch[:-1], (*launch[-1], ("turn", turn))) if turn else launch
+
+    def _brought(
+        self, node: fx.Node, fake: Any, given: Any, sizes: Sequence[Sequence[Any]], member: int | None = None
+    ) -> Result:
+        """Returns what an all-to-all, or one of several, brings that is given numbers of values, cut by sizes."""
         sent, outputs, inputs, group = given
-        name = node.name if node.target == ALL_TO_ALL else ""
-        found = self._sizes.brought(name, self._table[sent.number], outputs, inputs, group)
+        name = node.name if member is None else f"{node.name}[{member}]"
+        found = self._sizes.brought(name if member is None else "", self._table[sent.number], outputs, inputs, group)
         if found is not None:
             self._axioms.add(EXCHANGED_SIZES)
             return found
-        brought = self.opaque(node, fake, ("collective", str(ALL_TO_ALL), freeze(given), ()))
+        key = self._in_turn_of(name, ("collective", str(ALL_TO_ALL), freeze(given), ()))
+        brought = self.opaque(node, fake, key)
         row_shape = tuple(fake.shape[1:])
         if not isinstance(brought, Value) or any(type(each) is not int for each in row_shape):
             return brought
         own, kind, unit = named_group(group).rank(), (group, fake.dtype), math.prod(row_shape)
-        columns, is_merged = self._columns.launch(self._table[sent.number], brought, sizes, own, kind, unit)
+        found, is_merged = self._columns.launch(key, self._table[sent.number], brought, sizes, own, kind, unit)
         self._axioms |= {COLUMNS} if is_merged else set()
-        return columns
+        return found
 
     def _note_columns(self, node: fx.Node, result: Any) -> None:
         """Notes a tensor in which columns for one rank follow those for another."""
@@ -366,7 +376,7 @@ class Evaluation(Arrivals):
     @functools.cached_property
     def _draws_elsewhere(self) -> bool:
         """Whether another generator than the CPU's is drawn from, read or set; only what sets a state asks."""
-        drawing = [node for node in self._graph.graph.nodes if draws_random_numbers(node)]
+        drawing = [*filter(draws_random_numbers, self._graph.graph.nodes)]
         states = [node for node in drawing if node.target in (READ_RANDOM_STATE, SET_RANDOM_STATE)]
         drawn = pytree.tree_leaves([self._facts[node] for node in drawing])
         return any(named_arguments(node).get("device") is not None for node in states) or any(

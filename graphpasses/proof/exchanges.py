@@ -170,12 +170,12 @@ class Columns:
         self._values = values
         self.is_first = True  # whether the first graph is evaluated
         self.distrusted: set[Any] = set()  # symbols that stand for several sizes
-        # By the number of what it brings, those of the first graph; None where nobody has said how it is cut.
-        self._known: dict[int, Exchange | None] = {}
+        # By what names a launch, those of the first graph; None where nobody has said how it is cut.
+        self._known: dict[Hashable, Exchange | None] = {}
         self._by_rank: dict[int, list[Part]] = {}  # by the number of what is sent, its parts, where these are columns
         self._received: dict[int, Exchange] = {}  # by the number of what it brings
-        # Likewise, of those of which this rank sends nothing: their kind, and how many elements come from each rank.
-        self._silent: dict[int, tuple[Hashable, list[Any], int]] = {}
+        # Likewise, of those of which this rank sends nothing: the launch, and how many elements come from each rank.
+        self._silent: dict[int, tuple[Hashable, Hashable, list[Any], int]] = {}
 
     def trusts(self, *sizes: Any) -> bool:
         """Whether the symbols in numbers, or expressions, each stand for one size."""
@@ -191,23 +191,31 @@ class Columns:
         ]
 
     def launch(
-        self, sent: Value, brought: Value, sizes: Sequence[Sequence[Any]], own: int, kind: Hashable, unit: int
+        self,
+        launch: Hashable,
+        sent: Value,
+        brought: Value,
+        sizes: Sequence[Sequence[Any]],
+        own: int,
+        kind: Hashable,
+        unit: int,
     ) -> tuple[Value, bool]:
         """Returns what an all-to-all brings, and whether it was found to bring what several do.
 
-        ``sizes`` are how much comes from each rank, and goes there; of ``brought`` nothing is known yet.
+        ``launch`` names it; ``sizes`` are how much comes from each rank, and goes there; of ``brought`` nothing is
+        known yet.
         """
         is_known = self.trusts(*sizes[0], *sizes[1])
         exchange = self._exchange(sent, brought, sizes, own, kind, unit) if is_known else None
         if exchange is None:
             if is_known and self.is_first and not any(sizes[1]) and any(sizes[0]):
-                self._known[brought.number] = None
-                self._silent[brought.number] = kind, [size * unit for size in sizes[0]], unit
+                self._known[launch] = None
+                self._silent[brought.number] = launch, kind, [size * unit for size in sizes[0]], unit
             return brought, False
         is_merged = False
         if self.is_first:
-            self._known[brought.number] = exchange
-        elif brought.number not in self._known and (merged := self._merged(exchange)) is not None:
+            self._known[launch] = exchange
+        elif launch not in self._known and (merged := self._merged(exchange)) is not None:
             exchange, is_merged = merged, True
         parts = [part for part in exchange.received if part.num_columns]
         if parts and (exchange.is_whole or len(parts) == 1):
@@ -241,7 +249,7 @@ class Columns:
 
     def _hear(self, received: Value, num_rows: Any, num_columns: Sequence[int]) -> None:
         """Notes what all-to-alls bring of which this rank sends nothing, if so many rows and columns cut it."""
-        (kind, elements, unit), of = self._silent[received.number], _source_of(received)
+        (launch, kind, elements, unit), of = self._silent[received.number], _source_of(received)
         if received.dtype is None or of is None or elements != [num_rows * each for each in num_columns]:
             return
         parts = []
@@ -249,7 +257,7 @@ class Columns:
             source = self._values.source(("part", of, rank), columns)
             parts.append(Part(num_rows, self._values.tensor(received.dtype, (1, columns), source)))
         exchange = Exchange(kind, (), tuple(parts), False, unit)
-        self._known[received.number] = self._received[received.number] = exchange
+        self._known[launch] = self._received[received.number] = exchange
         del self._silent[received.number]
 
     def _exchange(

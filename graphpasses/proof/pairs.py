@@ -37,7 +37,7 @@ from graphpasses.proof.difference import place_of
 from graphpasses.proof.evaluate import EXACT_KERNELS, Evaluation
 from graphpasses.proof.evaluated import Evaluated
 from graphpasses.proof.rows import RowValues
-from graphpasses.proof.sizes import TELLS_SIZES, Sizes
+from graphpasses.proof.sizes import Sizes
 from graphpasses.proof.torch_calls import TorchCalls, other_input
 
 
@@ -185,7 +185,7 @@ def evaluate_both(subject: str, before: TrainGraph, after: TrainGraph, captured:
         what = f"{named.kind.value} {named.fqn!r} has another place"
         raise ProofError(f"{subject} is not proved to keep anything: {what}")
     values = RowValues()
-    sizes = Sizes(values, {group: told for (name, group), told in after.told.items() if name == TELLS_SIZES})
+    sizes = Sizes(values, after.told)
     known: Facts = FirstFacts(before.graph if captured is None or isinstance(before, DynamoGraph) else captured.graph)
     if isinstance(before, DynamoGraph) and isinstance(after, DynamoGraph):
         if other := other_input(before, after):

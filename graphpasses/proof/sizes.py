@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -30,8 +31,9 @@ AXIOMS[AXIOM] = (
     "which a rank told that they are equal are, and where several travel as one, all ranks put them in one order"
 )
 READ = torch.ops.aten._local_scalar_dense.default
-TELLS_SIZES = "deduplicate-sizes"
-"""The pass that asks ranks, of each all-to-all that tells sizes and of each rank, the numbers of those it gets."""
+# The passes that ask ranks, of each all-to-all that tells sizes and of each rank, the numbers of those it gets, and
+# which all-to-all each repeats.
+_TELL_SIZES, _TELL_REPEATS = "deduplicate-sizes", "deduplicate-lookups"
 _SPLIT = RULES[torch.ops.aten.split_with_sizes.default][1]
 _INTEGERS = (torch.int32, torch.int64)
 _MAX_NUMBERS = 1 << 12
@@ -49,12 +51,16 @@ class _UnclearError(Exception):
 class Sizes:
     """The sizes of two graphs that share ``values``, the first of which is evaluated first.
 
-    ``told`` is what ranks said of the sizes that they send in the first, by their process group.
+    ``told`` is what ranks said of what they send in the first, by the pass that asked and their process group.
     """
 
-    def __init__(self, values: RowValues, told: Mapping[str, Told] | None = None) -> None:
+    def __init__(self, values: RowValues, told: Mapping[tuple[str, str], Told] | None = None) -> None:
         self._values = values
-        self._told = told or {}
+        self._told = {group: each for (name, group), each in (told or {}).items() if name == _TELL_SIZES}
+        repeats = (each for (name, _), each in (told or {}).items() if name == _TELL_REPEATS)
+        # By name of a launch the first in which, by what all ranks told, each sends the same.
+        self._first_of = {name: first for each in repeats for name, first in _repeats(each)}
+        self._sent_in: dict[str, Hashable] = {}
         self._known: dict[Hashable, int] = {}  # the numbers of sizes, by what fake tensors call them
         self._row_counts: dict[Hashable, Hashable] = {}  # other names of numbers of rows
         self._brought: dict[Hashable, Value | None] = {}
@@ -63,6 +69,9 @@ class Sizes:
         # By the group, of each launch of the first graph what it sends, and as what that which comes is known.
         self._launches: dict[str, list[tuple[_ByRank, list[_Tell]]]] = {}
         self._said: dict[Hashable, tuple[int, int]] = {}  # by what this rank told, what it sends
+        # By what is sent, and how, the launches of the first graph by name; and how many of the second have none.
+        self._turns: dict[Hashable, dict[str, int]] = {}
+        self._num_unnamed = Counter[Hashable]()
         self.columns = Columns(values)
         self.wrong = ""  # what this rank told the others and is not so
 
@@ -106,6 +115,24 @@ class Sizes:
         sizes = {sympy.expand(size / number) for size, number in zip(bags, num_features, strict=True)}
         if len(sizes) == 1 and self.columns.trusts(*sizes):
             self._row_counts[known_size(lengths.shape[1])] = known_size(*sizes)
+
+    def turn(self, launch: Hashable, name: str, names: Container[str]) -> int:
+        """Returns which one a launch is of those in which this rank sends the same, and others perhaps do not.
+
+        It is that of its name in the first graph; of one in a bucket the next of those whose ``names`` are gone.
+        """
+        known = self._turns.setdefault(launch, {})
+        if self.columns.is_first:
+            first = self._first_of.get(name, name)
+            if self._sent_in.setdefault(first, launch) != launch:
+                self.wrong = self.wrong or f"{name} was told to send what {first} sends, and does not"
+            return known.setdefault(name, known.get(first, len(known)))
+        if name in known:
+            return known[name]
+        gone = [number for each, number in known.items() if each.partition("[")[0] not in names]
+        number = self._num_unnamed[launch]
+        self._num_unnamed[launch] += 1
+        return gone[number] if number < len(gone) else len(known) + number
 
     # ---- which other ranks tell -----------------------------------------------------------------------------------
 
@@ -218,6 +245,14 @@ class Sizes:
                 if number >= 0 and self._said.setdefault((group, number), place) != place:
                     self.wrong = self.wrong or f"{name} was told to send one size where it sends two"
         return True
+
+
+def _repeats(told: Told) -> Iterator[tuple[str, str]]:
+    """Yields launches, each with the first of which it is a repeat on all ranks."""
+    first: dict[tuple[int, ...], str] = {}
+    if all(len(each) == len(told.launches) for each in told.by_rank):
+        for name, *numbers in zip(told.launches, *told.by_rank, strict=True):
+            yield name, first.setdefault((*numbers,), name)
 
 
 def _numbers(pieces: Sequence[Piece]) -> Iterator[tuple[int, tuple[int, int]]]:

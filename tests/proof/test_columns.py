@@ -164,6 +164,34 @@ def test_a_module_of_which_this_rank_has_no_tables_is_proved(of_modules: Widths)
             assert gp.prove(before, after).unproved
 
 
+Change = Callable[[TrainGraph], None]
+
+
+def received_exchanged(graph: TrainGraph) -> None:
+    """What two all-to-alls bring, of which this rank sends nothing, and the other perhaps something else."""
+    (cat,) = [node for node in nodes(graph, aten.cat.default) if nodes(graph, TO_COLUMNS)[0] in node.all_input_nodes]
+    one, two, *others = cat.args[0]  # type: ignore[misc]
+    cat.args = ([two, one, *others], *cat.args[1:])
+
+
+@pytest.mark.parametrize("change", [None, received_exchanged])
+def test_launches_in_which_this_rank_sends_the_same_are_several(change: Change | None) -> None:
+    def of_the_other(own: Tensor, other: Tensor) -> list[Tensor]:
+        return step(own, other, ((0, 3), (0, 3)))
+
+    with fake_process_group(2):
+        before = capture(of_the_other, torch.ones(3), torch.ones(2), stage=Stage.JOINT)
+        after = before.copy()
+        if change is not None:
+            change(after)
+        assert bool(gp.prove(before, after).unproved) is (change is not None)
+
+
+def test_modules_of_which_this_rank_has_no_tables_are_proved() -> None:
+    with fake_process_group(2):
+        assert not gp.prove(*merged(((0, 3), (0, 3)))).unproved
+
+
 def test_a_batch_of_a_known_size_is_proved() -> None:
     with fake_process_group(2):
         before, after = merged(is_static=True)

@@ -171,6 +171,25 @@ def test_every_call_on_a_group_is_a_launch() -> None:
     assert launches == ["_c10d_functional.all_reduce.default", "_dtensor.shard_dim_alltoall.default"]
 
 
+@pytest.mark.parametrize("is_at_once", [False, True])
+def test_launches_of_the_same_may_bring_something_else(is_at_once: bool) -> None:
+    def step(*, is_exchanged: bool) -> Step:
+        def run(x: Tensor) -> list[Tensor]:
+            group = torch.distributed.group.WORLD.group_name
+            if is_at_once:
+                one, two = (torch.ops._dtensor.shard_dim_alltoall(x, 0, 1, group) for _ in "ab")
+            else:
+                one, two = (c10d.wait_tensor(c10d.all_reduce(x, "sum", group)) for _ in "ab")
+            return [two * 2, one * 3] if is_exchanged else [one * 2, two * 3]
+
+        return run
+
+    with fake_process_group(2):
+        as_is, exchanged = (step(is_exchanged=each) for each in (False, True))
+        assert why_not(as_is, as_is, torch.ones(4, 4)) == ""
+        assert "is another, in which this rank sends the same" in why_not(as_is, exchanged, torch.ones(4, 4))
+
+
 def test_a_gather_of_fewer_ranks_than_the_group_has() -> None:
     def step(num_ranks: int) -> Step:
         def run(x: Tensor) -> list[Tensor]:

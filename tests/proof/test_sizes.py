@@ -174,7 +174,7 @@ def test_what_may_be_many_things_is_known_by_its_place(num_alike: int, monkeypat
 
     with fake_process_group(2):
         group = dist.group.WORLD.group_name
-        sizes = Sizes(values, {group: Told(names, said)})
+        sizes = Sizes(values, {(DeduplicateSizes.name, group): Told(names, said)})
         of_each = [sizes.brought(name, sent(0, 1, 2), [1, 1], [1, 2], group) for name in names]
         sizes.begin_second()
         found = sizes.brought("", sent(0, 0, 1, 2, 1, 2), [2, 2], [2, 4], group)
