@@ -256,7 +256,7 @@ class Decisions:
         names = {node: item.fqn for node, (item, _) in zip(self._slices.placeholders, self._inputs, strict=False)}
         equal = ((each.where, pair) for each in decisions for pair in each.condition.atoms(sympy.Eq))
         fractions = ((where, each) for where, pair in equal for each in pair.free_symbols if not each.is_integer)
-        built_in: dict[str, str] = {}  # and where
+        built_in: dict[str, str | None] = {}  # and where
         for where, symbol in fractions:
             node, _ = self._slices.bound.get(symbol, (None, None))
             source = node.args[0] if node is not None and node.args else None
