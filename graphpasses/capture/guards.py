@@ -256,12 +256,12 @@ class Decisions:
         names = {node: item.fqn for node, (item, _) in zip(self._slices.placeholders, self._inputs, strict=False)}
         equal = ((each.where, pair) for each in decisions for pair in each.condition.atoms(sympy.Eq))
         fractions = ((where, each) for where, pair in equal for each in pair.free_symbols if not each.is_integer)
-        built_in: dict[str, str | None] = {}  # and where
+        built_in: dict[str, str] = {}  # and where
         for where, symbol in fractions:
             node, _ = self._slices.bound.get(symbol, (None, None))
             source = node.args[0] if node is not None and node.args else None
-            if isinstance(source, fx.Node) and (name := names.get(source)) in self._carried:
-                built_in.setdefault(name, where)
+            if isinstance(source, fx.Node) and names.get(source) in self._carried:
+                built_in.setdefault(names[source], where)
         for name, where in built_in.items():
             raise BuiltInError(
                 f"forward changes {name} at each call, and at {where} gives it to an operator "
