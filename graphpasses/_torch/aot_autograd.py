@@ -31,6 +31,7 @@ from graphpasses._torch.decompose import decompose
 from graphpasses._torch.dynamo import leave_optimizers
 from graphpasses._torch.fx_graphs import copy_module
 from graphpasses._torch.schemas import bound_arguments, writes_arguments
+from graphpasses._torch.strides_of_eager import hide_view, views_to_hide
 from graphpasses._torch.surroundings import after_this_backward
 from graphpasses._torch.symbols import guessed_sizes
 from graphpasses._torch.written_inputs import hide_copies, keep_reads_of_written, show_copies
@@ -226,11 +227,13 @@ def compile_aot_eager(
                 _call_eagers(gm)
 
             run_graph = runner(gm, other and (lambda: _call_eagers(other())))
+            hidden = views_to_hide() if rewrites == (stages.forward,) else ()
 
             def run(args: list[Any]) -> Any:
                 values = list(args)
                 args.clear()  # so that what only this call needs is freed as soon as it is used
-                return run_graph(values)
+                results = run_graph(values)
+                return [hide_view(each) if i in hidden else each for i, each in enumerate(results)]
 
             return boxed(run)
 

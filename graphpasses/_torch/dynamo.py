@@ -20,8 +20,9 @@ from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
 from torch._dynamo.exc import InternalTorchDynamoError as InternalTorchDynamoError
 from torch._dynamo.exc import SkipFrame, unimplemented
 from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.utils import graph_break_reasons
-from torch._dynamo.variables import TensorVariable
+from torch._dynamo.utils import graph_break_reasons, set_example_value
+from torch._dynamo.variables import TensorVariable, UserDefinedClassVariable
+from torch._dynamo.variables.lists import SizeVariable
 
 from graphpasses._torch.tested_versions import RELEASE
 
@@ -126,6 +127,27 @@ def attributes_in_graphs() -> Iterator[None]:
     with mock.patch.object(TensorVariable, attribute, read_in_graph):
         yield
 
+
+@contextmanager
+def sizes_in_graphs() -> Iterator[None]:
+    """Lets a graph tell a size from a tuple: ``torch.FloatTensor(x.shape)`` would be a tensor of its numbers."""
+    make = UserDefinedClassVariable.call_function
+
+    def make_by_sizes(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(self.value, _TENSOR_TYPES):
+            for arg in (*args, *kwargs.values()):
+                size = arg.realize()
+                if isinstance(size, SizeVariable) and size.proxy is None:
+                    proxy = tx.output.create_proxy("call_function", torch.Size, (tuple(size._as_proxy()),), {})
+                    set_example_value(proxy.node, torch.Size(size.as_python_constant()))
+                    size.proxy = proxy
+        return make(self, tx, args, kwargs)
+
+    with mock.patch.object(UserDefinedClassVariable, "call_function", make_by_sizes):
+        yield
+
+
+_TENSOR_TYPES = (type(torch.Tensor), type(torch.FloatTensor))
 
 _LOGS = [logging.getLogger(f"torch._dynamo.{each}") for each in ("output_graph.__trace_call", "guards.__guards")]
 

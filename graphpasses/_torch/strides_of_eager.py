@@ -1,14 +1,15 @@
-"""Strides that eager's kernels give their results, for fake ones, whose kernels may give others."""
+"""Strides that eager's kernels give their results, for fake ones, and for those of a graph, which may have others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -69,6 +70,25 @@ def strides_known(known: Strides) -> Iterator[None]:
 
     with mock.patch.object(FakeTensorMode, "dispatch", run) if known else nullcontext():
         yield
+
+
+def views_to_hide() -> Collection[int]:
+    """Returns the places of a forward graph's results that are views of what it computed, and leaves them to
+    ``hide_view``: AOTAutograd gives dims of size 1 other strides, by which a convolution may write channels last.
+    """
+    context = TracingContext.try_get()
+    whole: Any = None if context is None else context.fw_metadata
+    if whole is None:
+        return ()
+    places = {len(whole.mutated_inp_runtime_indices) + index for index in whole.unsafe_view_out_indices}
+    whole.unsafe_view_out_indices, whole.num_unsafe_view_outputs = [], 0
+    return places
+
+
+def hide_view(result: Tensor) -> Tensor:
+    """Returns a tensor in the same memory that is no view to autograd, which lets nobody write some."""
+    hidden: Tensor = torch.ops.aten._unsafe_view(result, result.shape)
+    return hidden.as_strided_(result.shape, result.stride())
 
 
 def _is_strided(value: Any) -> bool:

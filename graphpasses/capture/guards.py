@@ -252,20 +252,23 @@ class Decisions:
             )
 
     def _refuse_carried(self, decisions: Iterable[Decision]) -> None:
-        """Raises if an operator builds in a fraction that is another at each call."""
+        """Raises if operators build in fractions that are others at each call."""
         names = {node: item.fqn for node, (item, _) in zip(self._slices.placeholders, self._inputs, strict=False)}
         equal = ((each.where, pair) for each in decisions for pair in each.condition.atoms(sympy.Eq))
         fractions = ((where, each) for where, pair in equal for each in pair.free_symbols if not each.is_integer)
+        built_in: dict[str, str] = {}  # and where
         for where, symbol in fractions:
             node, _ = self._slices.bound.get(symbol, (None, None))
             source = node.args[0] if node is not None and node.args else None
             if isinstance(source, fx.Node) and names.get(source) in self._carried:
-                raise BuiltInError(
-                    f"forward changes {names[source]} at each call, and at {where} gives it to an operator "
-                    "that builds it in, as a dropout its rate: the step would be captured again at each call. Set it "
-                    "outside, and seldom, or compute with it",
-                    names[source],
-                )
+                built_in.setdefault(names[source], where)
+        for name, where in built_in.items():
+            raise BuiltInError(
+                f"forward changes {name} at each call, and at {where} gives it to an operator "
+                "that builds it in, as a dropout its rate: the step would be captured again at each call. Set it "
+                "outside, and seldom, or compute with it",
+                built_in.keys(),
+            )
 
     def _refuse_numbers(self, decisions: Iterable[Decision]) -> None:
         """Raises where a number that follows from parameters does more than to be above or below another: each value

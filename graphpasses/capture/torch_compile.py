@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from graphpasses._torch.aot_autograd import Stages, compile_aot_eager, compile_inductor, operators_of_eager
 from graphpasses._torch.compile_backend import Backend
-from graphpasses._torch.dynamo import attributes_in_graphs, guard_condition, nothing_made_for_logs
+from graphpasses._torch.dynamo import attributes_in_graphs, guard_condition, nothing_made_for_logs, sizes_in_graphs
 from graphpasses._torch.fake_mode import strides_of_kernels
 from graphpasses._torch.module_hooks import global_hook_ids, hook_ids
 from graphpasses._torch.symbols import UNDECIDED
@@ -114,7 +114,7 @@ def _wrap(root: Any, compiled: Callable[..., Any], keywords: Mapping[str, Any]) 
 def _while_tracing() -> Iterator[None]:
     if (call := running().call) is not None:
         call.check_reducers()
-    with fake_kernels_if_loaded(), nothing_made_for_logs(), ExitStack() as stack:
+    with fake_kernels_if_loaded(), nothing_made_for_logs(), sizes_in_graphs(), ExitStack() as stack:
         if call is not None and call.options.keeps_bits:
             stack.enter_context(strides_of_kernels())
             stack.enter_context(attributes_in_graphs())

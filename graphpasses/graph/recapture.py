@@ -285,7 +285,7 @@ class GuardedCache:
             except AgreementError:
                 raise
             except Exception as error:  # also torch's own, which cannot trace all that is computed of a number
-                found = {getattr(error, "path", "")} & paths
+                found = paths.intersection(getattr(error, "paths", ()))
                 goes_on = isinstance(error, FailedElsewhereError) or bool(found) or (bool(paths) and not is_last)
                 if not self.consensus.all_ranks([goes_on])[0]:
                     raise

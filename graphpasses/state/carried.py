@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -75,11 +75,11 @@ class CarriedError(CaptureError):
 
 
 class BuiltInError(CaptureError):
-    """A number cannot be an input of the step, which builds it in."""
+    """Numbers cannot be inputs of the step, which builds them in."""
 
-    def __init__(self, message: str, path: str) -> None:
+    def __init__(self, message: str, paths: Collection[str]) -> None:
         super().__init__(message)
-        self.path = path
+        self.paths = paths
 
 
 _DTYPES = {int: torch.int64, float: torch.float64}

@@ -186,6 +186,25 @@ def test_another_value_at_each_call() -> None:
     assert len(step.captures) == 8
 
 
+def test_numbers_that_operators_build_in_cost_two_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one for each of the modules of which a loop sets the same, as PointNet's the momentum of all norms."""
+    norms = [nn.BatchNorm1d(4) for _ in range(3)]
+    model = nn.Sequential(*norms)
+    step = capture_train_step(lambda model, x: model(x).square().sum(), model, x_of(0))
+    again, tries = step.recapture, list[tuple[str, ...]]()
+    assert again is not None
+
+    def counted(*args: Any, **options: Any) -> Any:
+        tries.append(options["carried"].paths)
+        return again(*args, **options)
+
+    monkeypatch.setattr(step, "recapture", counted)
+    for norm in norms:
+        norm.momentum = 0.3
+    step(x_of(1))
+    assert [len(paths) for paths in tries] == [3, 0]
+
+
 def test_a_check_after_a_change() -> None:
     SETTINGS["penalty"] = 0.0
     step = capture_train_step(loss_fn, model := Model(), x_of(0))

@@ -238,3 +238,36 @@ def test_a_gradient_of_a_gradient_is_refused_by_name(inner: Any) -> None:
         penalty(compiled)
     with torch.compiler.set_stance("force_eager"):
         assert torch.equal(penalty(compiled), penalty(model))
+
+
+class Half(nn.Module):
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(num)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = x.chunk(2, dim=1)
+        y = self.norm(b)
+        torch._dynamo.graph_break()
+        return a * y
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = Half(1), Half(2), Half(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ys = self.one(x[:, :2] * 1).square(), self.two(x[:, :4] * 1).square(), self.three(x * 1).square()
+        return ys[0].sum() + ys[1].sum() + ys[2].sum()
+
+
+def test_a_gradient_whose_size_is_an_expression() -> None:
+    """Modules of several sizes share a graph of any; that the half of it is a weight's size is guarded."""
+    model, x, found = Halves(), torch.randn(4, 6), []
+    for call in (model, graphpasses.compile(model, inner="aot_eager")):
+        model.zero_grad()
+        call(x).backward()
+        found.append([grad for weight in model.parameters() if (grad := weight.grad) is not None])
+    assert len(found[0]) == len(found[1]) == 6
+    assert all(map(torch.equal, *found))
