@@ -262,11 +262,12 @@ class Decisions:
             source = node.args[0] if node is not None and node.args else None
             if isinstance(source, fx.Node) and names.get(source) in self._carried:
                 built_in.setdefault(names[source], where)
-        for name, where in built_in.items():
+        if built_in:
+            name, where = next(iter(built_in.items()))
             raise BuiltInError(
-                f"forward changes {name} at each call, and at {where} gives it to an operator "
-                "that builds it in, as a dropout its rate: the step would be captured again at each call. Set it "
-                "outside, and seldom, or compute with it",
+                f"forward changes {name} at each call, and at {where} gives it to an operator that builds it in, as "
+                "a dropout its rate: the step would be captured again at each call. Set it outside, and seldom, or "
+                "compute with it",
                 built_in.keys(),
             )
 
