@@ -86,15 +86,14 @@ class Calls(Memory):
         key = self._key(target, given, named)
         return self._in_memory(key, target, args[0]) if args and isinstance(args[0], fx.Node) else key
 
-    def _in_memory(self, key: tuple[Hashable, ...], target: Any, operand: fx.Node) -> tuple[Hashable, ...]:
-        """Returns what a call depends on that may read beside its operand, in the memory of that."""
+    def _in_memory(self, key: tuple[Hashable, ...], target: Any, operand: fx.Node, *, is_copy: bool = False) -> Any:
+        """Returns what a call depends on that may read beside its operand, in the memory of that, or of a copy."""
         if not says_where(target):
             return key
-        held = [(place, self._held.get(place.root)) for place in self._facts.places[operand] if place is not None]
-        memory = [
-            (self._now(root).number, self._view_of(root), view, each and each.beyond, self._facts.outside(root))
-            for (root, view), each in held
-        ]
+        memory: list[Hashable] = []
+        for root, view in filter(None, self._facts.places[operand]):
+            held, outside = self._held.get(root), "" if is_copy else self._facts.outside(root)
+            memory.append((self._now(root).number, self._view_of(root), view, held and held.beyond, outside))
         return "in memory", key, tuple(memory)
 
     def _plain(self, target: Any, args: Any, kwargs: Any) -> Call:
@@ -314,7 +313,7 @@ class Calls(Memory):
             return None
         copy = of._replace(root=(node, None))  # which has memory of its own
         given = self._numbers(self._read(base), self._facts.layout_of(fake, copy, view.view))
-        key = self._in_memory(self._call(view.view, (given, *view.args), {}), view.view, base)
+        key = self._in_memory(self._call(view.view, (given, *view.args), {}), view.view, base, is_copy=True)
         value = self.opaque(node, seen, key)
         assert isinstance(value, Value)
         layout = self._facts.layout_of(seen, copy._replace(view=place), target)

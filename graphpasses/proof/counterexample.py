@@ -199,9 +199,11 @@ class _Run:
             case ["padding", _, dtype, [text, number], *_]:
                 fill = float(text) if number is None else number
                 return torch.full((self.values.numel(source),), fill, dtype=dtype, device="cpu")
-            case Term("remote", (group, *_), _, (of,)):
+            case Term("remote", (group,) | (group, _, _), _, (of,)):
                 num_ranks = self.values.numel(source) // self.values.numel(of)
                 return torch.cat(self._of_ranks("source", of, num_ranks, group, rank))
+            case Term("remote"):
+                raise CannotRunError("other ranks may gather something else")
             case Term("told", (group, of, own, offsets), _, (_, *_) as sources) if rank == 0:
                 other = self.bits[group] if of != own else 0
                 return self._one("source", sources[own], other)[offsets[own]].reshape(1)

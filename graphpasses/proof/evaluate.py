@@ -265,7 +265,8 @@ class Evaluation(Arrivals):
         result: Result = None
         if node.target == ALL_GATHER and isinstance(sent, Value) and isinstance(fake.numel(), int):
             if given_args[1] == len(named_group_ranks(group)):  # else it fails
-                result = movement.gathered(self._table, sent, int(given_args[1]), group, tuple(fake.shape))
+                turn = self._sizes.turn_of_gather(sent, group, node.name, self._facts.by_name)
+                result = movement.gathered(self._table, sent, int(given_args[1]), group, tuple(fake.shape), turn)
             self._axioms |= {"all-gather"} if result is not None else set()
         if node.target == ALL_TO_ALL and isinstance(sent, Value):
             sizes = [self._packs.sizes(each) for each in given_args[1:3]]
@@ -345,20 +346,12 @@ class Evaluation(Arrivals):
             return
         nodes = [each for of_rank in by_rank for each in of_rank]
         sizes = {size_expression(self._facts[each].shape[0]) for each in nodes if self._facts[each].dim() == 2}
-        of_ranks: Any = [[self._row_of(self._read(each)) for each in of_rank] for of_rank in by_rank]
+        of_ranks: Any = [[self._table.row_of(self._read(each)) for each in of_rank] for of_rank in by_rank]
         if any(None in of_rank for of_rank in of_ranks) or len(sizes) != 1:
             return
         if str(node.target) == _FROM_COLUMNS:
             of_ranks = [[each] for each in _SPLIT(self._table, None, of_ranks[0][0], [*args[1]], 1) or ()]
         self._columns.send(result, sizes.pop(), of_ranks)
-
-    def _row_of(self, value: Result) -> Value | None:
-        """Returns a row, [1, columns], of a tensor of an unknown number of rows, or all rows of another."""
-        if not isinstance(value, Value) or value.dtype is None:
-            return None
-        row = value if value.rows is None else self._table[value.rows[1]]
-        is_row = row.shape is not None and len(row.shape) == 2 and (row is value or row.shape[0] == 1)
-        return row if is_row else None
 
     def _cut(self, node: fx.Node) -> Result:
         """Returns the parts that ranks sent of what came from all; None if a call does something else."""

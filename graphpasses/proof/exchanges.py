@@ -207,15 +207,19 @@ class Columns:
         """
         is_known = self.trusts(*sizes[0], *sizes[1])
         exchange = self._exchange(sent, brought, sizes, own, kind, unit) if is_known else None
-        if exchange is None:
-            if is_known and self.is_first and not any(sizes[1]) and any(sizes[0]):
-                self._known[launch] = None
-                self._silent[brought.number] = launch, kind, [size * unit for size in sizes[0]], unit
-            return brought, False
         is_merged = False
+        if exchange is None and is_known and not any(sizes[1]) and any(sizes[0]):
+            elements = [size * unit for size in sizes[0]]
+            if self.is_first:
+                self._known[launch] = None
+                self._silent[brought.number] = launch, kind, elements, unit
+            elif launch not in self._known and (exchange := self._heard(kind, elements, unit)) is not None:
+                is_merged = True
+        if exchange is None:
+            return brought, False
         if self.is_first:
             self._known[launch] = exchange
-        elif launch not in self._known and (merged := self._merged(exchange)) is not None:
+        elif not is_merged and launch not in self._known and (merged := self._merged(exchange)) is not None:
             exchange, is_merged = merged, True
         parts = [part for part in exchange.received if part.num_columns]
         if parts and (exchange.is_whole or len(parts) == 1):
@@ -259,6 +263,19 @@ class Columns:
         exchange = Exchange(kind, (), tuple(parts), False, unit)
         self._known[launch] = self._received[received.number] = exchange
         del self._silent[received.number]
+
+    def _heard(self, kind: Hashable, elements: Sequence[Any], unit: int) -> Exchange | None:
+        """Returns all of the first graph of which this rank sends nothing as one, if that brings so many elements."""
+        silent = [each for each in self._known.values() if each is not None and each.is_silent and not each.is_whole]
+        of_ranks = zip(*(each.received for each in silent if each.kind == kind), strict=True)
+        parts = []
+        for of_rank in of_ranks:
+            if len({each.num_rows for each in of_rank}) != 1:
+                return None
+            parts.append(Part(of_rank[0].num_rows, self._side_by_side([each.row for each in of_rank])))
+        if not parts or [part.num_rows * part.num_columns for part in parts] != elements:
+            return None
+        return Exchange(kind, (), tuple(parts), False, unit)
 
     def _exchange(
         self, sent: Value, brought: Value, sizes: Sequence[Sequence[Any]], own: int, kind: Hashable, unit: int

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from graphpasses.graph import ALL_TO_ALL
 from graphpasses.graph.certificate import Launch
 from graphpasses.graph.launches import call_of, ranks_of
-from graphpasses.proof.core.values import Piece, Value, Values
+from graphpasses.proof.core.values import Piece, Values
 from graphpasses.proof.evaluated import Collective, Evaluated
-from graphpasses.proof.terms import Term
+from graphpasses.proof.terms import Term, name_of, pieces_of, sources_of
 
 # Terms whose elements stand as those of others.
 _BY_ELEMENT = ("cast", "mul", "div", "neg", "sum", "product", "bytes")
@@ -58,10 +58,10 @@ class _Sent:
         for index, launch in enumerate(launches):
             for sent in launch.sent:
                 self._launches.setdefault(sent.number, index)
-                for piece in _pieces(values, sent):
+                for piece in pieces_of(values, sent):
                     source, offset, _ = self._element(piece.source, piece.offset)
                     self._pieces.setdefault(source, {}).setdefault(offset, (index, piece))
-                    for each in _sources(values, piece.source):
+                    for each in sources_of(values, piece.source):
                         self._owners.setdefault(each, []).append(index)
 
     def contents(self, launch: Collective, brought: Mapping[int, int]) -> dict[str, tuple[object, ...]]:
@@ -73,9 +73,9 @@ class _Sent:
         found: dict[str, list[_Stand]] = {}
         for sent in launch.sent:
             number = self._launches.get(sent.number)
-            for piece in _pieces(self._values, sent):
+            for piece in pieces_of(self._values, sent):
                 stand = self._stand(piece) if number is None else _Stand((number, piece.start), ())
-                for source in _sources(self._values, piece.source):
+                for source in sources_of(self._values, piece.source):
                     is_padding = self._values.key(source)[0] == "padding"
                     if name := self._name(source, brought):
                         found.setdefault(name, []).extend([] if is_padding else [stand])
@@ -84,9 +84,8 @@ class _Sent:
         return {name: tuple(moved for moved, _ in groupby(each.moved for each in its)) for name, its in found.items()}
 
     def _name(self, source: int, brought: Mapping[int, int]) -> str:
-        key = self._values.key(source)
-        if key[0] == "padding" or (key[0] == "result" and key[1][0] == "input"):
-            return str(key[1] if key[0] == "padding" else key[1][1]).removesuffix(" (_local_tensor)")
+        if name := name_of(self._values, source):
+            return name.removesuffix(" (_local_tensor)")
         if source in self._owners:
             return "launch " + "/".join(map(str, dict.fromkeys(self._owners[source])))
         return f"what collective {brought[source]} brings" if source in brought else ""
@@ -131,28 +130,3 @@ def _place_in(piece: Piece, offset: int) -> int | None:
         index = min(rest // read, size - 1) if read > 0 and rest > 0 else 0
         place, rest = place + index * step, rest - index * read
     return None if rest else place
-
-
-def _pieces(values: Values, value: Value) -> Iterable[Piece]:
-    """Returns the pieces of a value; of one of an unknown number of rows those of a row."""
-    if value.rows is not None:
-        value = values[value.rows[1]]
-    if value.pieces is None:
-        return [] if value.source is None else [Piece(0, (), value.source, 0)]
-    return value.pieces
-
-
-def _sources(values: Values, source: int) -> Iterator[int]:
-    """Yields the sources of a source, without what is done to each element; sums by their summands."""
-    pending = [source]
-    while pending:
-        source = pending.pop(0)
-        key = values.key(source)
-        if isinstance(key, Term) and key.kind == "tensor":
-            pending = [*(piece.source for piece in _pieces(values, values[key.parameters[0]])), *pending]
-        elif isinstance(key, Term):
-            pending = [*key.operands, *pending]
-        elif key[0] == "row":
-            pending = [key[1], *pending]
-        elif key[0] != "constant":
-            yield source

@@ -208,7 +208,9 @@ AXIOMS["all-gather"] = (
 )
 
 
-def gathered(values: Values, x: Value, num_ranks: int, group: str, shape: tuple[int, ...]) -> Value | None:
+def gathered(
+    values: Values, x: Value, num_ranks: int, group: str, shape: tuple[int, ...], turn: int = 0
+) -> Value | None:
     if x.pieces is None:
         return None
     found: list[Piece] = []
@@ -217,6 +219,7 @@ def gathered(values: Values, x: Value, num_ranks: int, group: str, shape: tuple[
         in_order = merged((size, step, step) for size, step in read)  # one run of elements, if it has each once
         is_whole = piece.offset == 0 and in_order == whole(piece.source, numel)[0].dims
         part = () if is_whole else (piece.offset, read)
-        source = values.source(Term("remote", (group, *part), None, (piece.source,)), numel * num_ranks)
+        what = Term("remote", (group, *part, *([turn] if turn else [])), None, (piece.source,))
+        source = values.source(what, numel * num_ranks)
         found.append(piece._replace(dims=((num_ranks, x.numel, numel), *piece.dims), source=source))
     return values.moved(x.dtype, shape, joined(found))

@@ -38,6 +38,14 @@ class RowValues(Values):
         self._values.setdefault(("rows", value.rows), value)
         return value
 
+    def row_of(self, value: Result) -> Value | None:
+        """Returns a row, [1, columns], of a tensor of an unknown number of rows, or all rows of another."""
+        if not isinstance(value, Value) or value.dtype is None:
+            return None
+        row = value if value.rows is None else self[value.rows[1]]
+        is_row = row.shape is not None and len(row.shape) == 2 and (row is value or row.shape[0] == 1)
+        return row if is_row else None
+
     def in_rows(self, num_rows: Hashable, row: Value, key: Hashable) -> Value:
         """Returns a tensor whose rows each have of the sources' what ``row`` has of one; ``key`` is as of another."""
         of, source = (num_rows, row.number), self.source(key)

@@ -23,7 +23,7 @@ from graphpasses.proof.exchanges import Columns
 from graphpasses.proof.movement import beside
 from graphpasses.proof.pieces import joined
 from graphpasses.proof.rows import RowValues
-from graphpasses.proof.terms import Term
+from graphpasses.proof.terms import Term, name_of, pieces_of, sources_of
 
 AXIOM = "exchanged sizes"
 AXIOMS[AXIOM] = (
@@ -133,6 +133,12 @@ class Sizes:
         number = self._num_unnamed[launch]
         self._num_unnamed[launch] += 1
         return gone[number] if number < len(gone) else len(known) + number
+
+    def turn_of_gather(self, sent: Value, group: str, name: str, names: Container[str]) -> int:
+        """Returns the same of an all-gather; 0 where inputs are gathered, which have their names on all ranks."""
+        sources = [each for piece in pieces_of(self._values, sent) for each in sources_of(self._values, piece.source)]
+        is_named = bool(sources) and all(name_of(self._values, source) for source in sources)
+        return 0 if is_named else self.turn(("gathered", sent.number, group), name, names)
 
     # ---- which other ranks tell -----------------------------------------------------------------------------------
 

@@ -192,6 +192,22 @@ def test_modules_of_which_this_rank_has_no_tables_are_proved() -> None:
         assert not gp.prove(*merged(((0, 3), (0, 3)))).unproved
 
 
+def test_a_rank_that_sends_nothing_is_sent_all_modules_as_one() -> None:
+    def look_up(own: Tensor, other: Tensor) -> list[Tensor]:
+        rows = own.shape[0], other.shape[0]
+        return [torch.cat([to_batch(own.new_empty(sum(rows), 0), (0, num), rows) for num in (3, 3)], 1)]
+
+    with fake_process_group(2):
+        before = capture(look_up, torch.ones(3), torch.ones(2), stage=Stage.JOINT)
+        after = Pipeline(PASSES[:-1]).run(before)
+        assert (len(nodes(before, ALL_TO_ALL)), len(nodes(after, ALL_TO_ALL))) == (2, 1)
+        assert not gp.prove(before, after).unproved
+        (cat,) = nodes(after, aten.cat.default)
+        cat.args = (cat.args[0][::-1], 1)  # type: ignore[index]
+        with suppress(ProofError):
+            assert gp.prove(before, after).unproved
+
+
 def test_a_batch_of_a_known_size_is_proved() -> None:
     with fake_process_group(2):
         before, after = merged(is_static=True)

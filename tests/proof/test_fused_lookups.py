@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 pytest.importorskip("torchrec")
 
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import DenseTableBatchedEmbeddingBagsCodegen
 
 import graphpasses as gp
 from graphpasses._torch.schemas import AUTO_FUNCTIONALIZED
@@ -282,6 +283,27 @@ class OneBase(GraphPass):
         call = next(node for node in graph.graph.nodes if "_offsets_base_index" in node.kwargs)
         call.kwargs = {**call.kwargs, "_offsets_base_index": call.kwargs["_indices_base_index"]}
         return 1
+
+
+class Dense(nn.Module):
+    """A lookup in a table that has a gradient, whose backward is given zeros that forward made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = DenseTableBatchedEmbeddingBagsCodegen([(20, 4)], use_cpu=True)
+        nn.init.uniform_(self.table.weights)
+
+    def forward(self, ids: Tensor, ends: Tensor) -> Tensor:
+        return self.table(ids, ends).square().sum()
+
+
+def test_a_functional_call_that_writes_a_view_of_a_copy() -> None:
+    report = gp.CompileReport()
+    ids, ends, _ = bags(1, 0)
+    gp.compile(Dense(), inner="aot_eager", report=report)(ids, ends).backward()
+    backward = report.by_graph["graph 0, backward"]
+    assert backward["reinplace-tbe-updates"].num_rewrites == 1
+    assert backward.certificate
 
 
 def test_a_functional_call_that_writes_one_copy_twice() -> None:

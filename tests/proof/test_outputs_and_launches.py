@@ -171,15 +171,18 @@ def test_every_call_on_a_group_is_a_launch() -> None:
     assert launches == ["_c10d_functional.all_reduce.default", "_dtensor.shard_dim_alltoall.default"]
 
 
-@pytest.mark.parametrize("is_at_once", [False, True])
-def test_launches_of_the_same_may_bring_something_else(is_at_once: bool) -> None:
+LAUNCHES: dict[str, Callable[[Tensor, str], Tensor]] = {
+    "all-reduce": lambda x, group: c10d.wait_tensor(c10d.all_reduce(x, "sum", group)),
+    "at once": lambda x, group: torch.ops._dtensor.shard_dim_alltoall(x, 0, 1, group),
+    "all-gather": lambda x, group: c10d.wait_tensor(c10d.all_gather_into_tensor(x.exp(), 2, group)),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_launches_of_the_same_may_bring_something_else(name: str) -> None:
     def step(*, is_exchanged: bool) -> Step:
         def run(x: Tensor) -> list[Tensor]:
-            group = torch.distributed.group.WORLD.group_name
-            if is_at_once:
-                one, two = (torch.ops._dtensor.shard_dim_alltoall(x, 0, 1, group) for _ in "ab")
-            else:
-                one, two = (c10d.wait_tensor(c10d.all_reduce(x, "sum", group)) for _ in "ab")
+            one, two = (LAUNCHES[name](x, torch.distributed.group.WORLD.group_name) for _ in "ab")
             return [two * 2, one * 3] if is_exchanged else [one * 2, two * 3]
 
         return run
@@ -187,7 +190,7 @@ def test_launches_of_the_same_may_bring_something_else(is_at_once: bool) -> None
     with fake_process_group(2):
         as_is, exchanged = (step(is_exchanged=each) for each in (False, True))
         assert why_not(as_is, as_is, torch.ones(4, 4)) == ""
-        assert "is another, in which this rank sends the same" in why_not(as_is, exchanged, torch.ones(4, 4))
+        assert "(and 1 others: output " in why_not(as_is, exchanged, torch.ones(4, 4))
 
 
 def test_a_gather_of_fewer_ranks_than_the_group_has() -> None:
