@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphpasses._torch.aot_values import adds_gradients
 from graphpasses._torch.symbols import UNDECIDED
 from graphpasses.analysis.backward import is_backward
 from graphpasses.errors import CaptureError
@@ -43,7 +44,8 @@ def give_eagers_formulas(graph: fx.Graph, is_backward: Callable[[fx.Node], bool]
             continue
         if not is_backward(node):
             calls.setdefault(node.meta["seq_nr"], node)
-        elif not _is_engines(node, is_backward) and node.meta["seq_nr"] in calls:
+        # Sums that autograd makes of gradients have the number of the last call.
+        elif not adds_gradients(node) and node.meta["seq_nr"] in calls:
             formulas[calls[node.meta["seq_nr"]]].append(node)
     for call, nodes in formulas.items():
         if call.target in _FORMULAS:
@@ -51,11 +53,6 @@ def give_eagers_formulas(graph: fx.Graph, is_backward: Callable[[fx.Node], bool]
 
 
 _IsBackward = Callable[[fx.Node], bool]
-
-
-def _is_engines(node: fx.Node, is_backward: _IsBackward) -> bool:
-    """Whether autograd's engine adds gradients, which has the number of the last call; no formula here adds any."""
-    return node.target is aten.add.Tensor and all(map(is_backward, node.all_input_nodes))
 
 
 def _add_filled(graph: fx.Graph, call: fx.Node, formula: list[fx.Node], is_backward: _IsBackward) -> None:
