@@ -39,6 +39,13 @@ def describe_input(node: fx.Node) -> tuple[int | None, str, str]:
     return index, attr, node.name if desc is None else str(desc)
 
 
+def tangent_of(node: fx.Node) -> int | None:
+    """Returns the place of the Dynamo output whose gradient a placeholder of a backward graph is; None of others."""
+    desc = node.meta.get("desc")
+    output = desc.output if isinstance(desc, descriptors.TangentAOTInput) else None
+    return output.idx if isinstance(output, descriptors.PlainAOTOutput) else None
+
+
 class Output(NamedTuple):
     """An output of an AOTAutograd graph."""
 

@@ -6,7 +6,7 @@ import math
 import operator
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -18,10 +18,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from graphpasses._torch.aot_autograd import added_in_this_backward, boxed
 from graphpasses._torch.aot_values import adds_gradients, describe_input, described_outputs
+from graphpasses._torch.fx_graphs import copy_module
 from graphpasses._torch.module_hooks import gradient_hooks
 from graphpasses._torch.surroundings import after_this_backward, backward_node, goes_on_to, never_compiled
 from graphpasses.analysis.effects import has_gradient, reached_outputs
 from graphpasses.analysis.uses import num_uses
+from graphpasses.capture.absent_gradients import find_tangents, leave_out
 from graphpasses.capture.autocast_casts import autocasts_around
 from graphpasses.capture.late_updates import Compile, Compiled, compile_whole
 from graphpasses.errors import FidelityError, UnsupportedError
@@ -113,6 +115,8 @@ class CompiledGradients:
         self._graph: DynamoGraph | None = graph  # until all of it is compiled: the model goes with what calls it
         self._num_uses: dict[int, int] = {}
         self._places: dict[int, slice] = {}  # of each input's gradients, in what the backward graph returns
+        self._firsts: dict[int, int] = {}  # the places of their sums
+        self.is_rewritten = False  # whether the backward graph went through the passes
         self._num_outputs: int | None = None  # of the backward graph, once there is one
         self._returned = threading.local()
 
@@ -157,6 +161,7 @@ class CompiledGradients:
                     self._places[index] = slice(len(values), len(values) + len(summands))
                     values += summands
                     values[place] = summands[0]
+                    self._firsts[index] = place
                     sums.append(value)
         output.args = (values,)
         for value in dict.fromkeys(sums):
@@ -166,16 +171,32 @@ class CompiledGradients:
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any], compile_graph: Compile) -> Compiled:
         """Compiles a backward graph; of what it returns these gradients are left for the call's hook to take."""
-        compiled = compile_whole(module, inputs, compile_graph)
+        compiled = {frozenset[int](): compile_whole(module, inputs, compile_graph)}
+        self.is_rewritten, places = True, frozenset(find_tangents(module.graph).values())
 
         def run(values: list[Any]) -> Any:
-            results = compiled(values)
+            absent = places & self._returned.__dict__.pop("absent", frozenset())
+            absent = absent if absent != places else frozenset()
+            if absent not in compiled:
+                compiled[absent] = compile_whole(self._without(module, absent), inputs, compile_graph)
+            results = compiled[absent](values)
             if not self._places:
                 return results
             self._returned.results = results
             return results[: self._num_outputs]
 
         return boxed(run)
+
+    def _without(self, module: fx.GraphModule, absent: Collection[int]) -> fx.GraphModule:
+        """Returns a backward graph as it was compiled, without the gradients of some outputs."""
+        part = copy_module(module)
+        leave_out(part.graph, absent)
+        output = part.graph.output_node()
+        values: list[Any] = [*output.args[0]]  # type: ignore[misc]
+        for index, uses in self._places.items():
+            values[self._firsts[index]] = next((each for each in values[uses] if each is not None), None)
+        output.args = (values,)
+        return part
 
     def use(self, inputs: Sequence[Any]) -> tuple[list[Any], dict[int, list[Tensor | None]]]:
         """Returns what a call takes for its inputs, and where the gradients of uses are put."""
@@ -208,6 +229,8 @@ class CompiledGradients:
             node.register_prehook(partial(_check_tables_reached, triggers))
         places = {each.output_nr: i for i, each in enumerate(outputs) if getattr(each, "grad_fn", None) is node}
         tensors = [index for index, value in enumerate(inputs) if isinstance(value, Tensor)]
+        if self._keeps_bits:
+            node.register_prehook(partial(_note_absent, self._returned, places))
         several = {index for index, count in enumerate(self._num_summands) if count > 1}
         watched = {index for index in several if not gradient_hooks(inputs[index])}  # which may give others
         this = ref(node)
@@ -267,6 +290,12 @@ def _summands(value: fx.Node, num_summands: float = math.inf) -> list[fx.Node]:
         found.insert(0, last)
         value = before
     return [value, *found]
+
+
+@never_compiled
+def _note_absent(noted: threading.local, places: Mapping[int, int], given: Sequence[Tensor | None]) -> None:
+    """Notes of which outputs no gradient arrives; ``places`` are theirs, by number."""
+    noted.absent = {place for number, place in places.items() if given[number] is None}
 
 
 @never_compiled

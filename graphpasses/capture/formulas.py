@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphpasses._torch.aot_values import adds_gradients
 from graphpasses._torch.symbols import UNDECIDED
 from graphpasses.analysis.backward import is_backward
 from graphpasses.errors import CaptureError
@@ -43,10 +44,12 @@ def give_eagers_formulas(graph: fx.Graph, is_backward: Callable[[fx.Node], bool]
             continue
         if not is_backward(node):
             calls.setdefault(node.meta["seq_nr"], node)
-        elif (call := calls.get(node.meta["seq_nr"])) is not None and call.target in _FORMULAS:
-            formulas[call].append(node)
+        # Sums that autograd makes of gradients have the number of the last call.
+        elif not adds_gradients(node) and node.meta["seq_nr"] in calls:
+            formulas[calls[node.meta["seq_nr"]]].append(node)
     for call, nodes in formulas.items():
-        _FORMULAS[call.target](graph, call, nodes, is_backward)
+        if call.target in _FORMULAS:
+            _FORMULAS[call.target](graph, call, nodes, is_backward)
 
 
 _IsBackward = Callable[[fx.Node], bool]
@@ -83,8 +86,9 @@ def _take_place(graph: fx.Graph, node: fx.Node, operator: Callable[..., Any], ar
 
 def _replace(graph: fx.Graph, call: fx.Node, formula: list[fx.Node], is_backward: _IsBackward) -> None:
     inside = set(formula)
-    operands = {each for node in formula for each in node.all_input_nodes} - inside
-    given = [each for each in operands if is_backward(each) or each.target is EAGER_GRADIENT]
+    operands = {each for node in formula for each in node.all_input_nodes} - inside - {*call.all_input_nodes}
+    first = aten.ones_like.default  # the gradient of the loss, which stands before what the engine runs
+    given = [each for each in operands if is_backward(each) or each.target in (EAGER_GRADIENT, first)]
     results = [node for node in formula if not inside.issuperset(node.users)]
     refusal = CaptureError(
         f"loss_fn calls {named_call(call)}, whose gradient autograd computes by another formula where it is "

@@ -128,7 +128,7 @@ class Decisions:
             written = {node.name for node in self._slices.written(nodes)}
             given = {node: value for node, (_, value) in zip(self._slices.placeholders, self._inputs, strict=True)}
             given |= {node: like for node in nodes if (like := self._slices.stand_in(node)) is not None}
-            with outside_tracing(), torch.no_grad(), torch_draws_undone():
+            with outside_tracing(), torch_draws_undone():
                 *_, (node, result) = run_nodes(traced.root, traced.graph, nodes, given, written)
                 value = value_at(result, bound_symbols(node)[symbol])
             # Sympy has no nan, and one zero.

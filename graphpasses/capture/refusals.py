@@ -64,7 +64,9 @@ def refuse_model(model: nn.Module) -> None:
             )
         if fqn == "_checkpoint_wrapped_module":  # the model names what is in it as if it were not there
             reason = "is what checkpoint_wrapper wraps as a whole; wrap modules of it, or give one that holds it all"
-        hidden = [name for name, each in module._modules.items() if getattr(module, name, None) is not each]
+        # What is None is no submodule: PEFT's wrapper of tokens has a property where there was one.
+        submodules = [(name, each) for name, each in module._modules.items() if each is not None]
+        hidden = [name for name, each in submodules if getattr(module, name, None) is not each]
         if hidden and not reason:
             reason = (
                 f"has a submodule {hidden[0]!r}, but under this name a method, or else; give the submodule another"

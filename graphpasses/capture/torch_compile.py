@@ -182,6 +182,8 @@ def _compile(module: fx.GraphModule, inputs: Sequence[Any], of: CompiledCall) ->
         report.warn(several)
 
     def rewrite(stage: Stage, gm: fx.GraphModule) -> Callable[[fx.GraphModule], fx.GraphModule] | None:
+        if stage is Stage.BACKWARD and gradients.is_rewritten:
+            return None
         graph = read(gm, stage)
         if stage is Stage.JOINT and keeps_bits:  # Inductor would trace into the operator
             backward = backward_nodes(graph)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
 import sympy  # type: ignore[import-untyped]
+import torch
 from torch import fx, nn
 
 from graphpasses._torch.conditions import as_function, as_number
@@ -127,10 +129,17 @@ def run_nodes(
     given: Mapping[fx.Node, Any],
     written: Collection[str],
 ) -> Iterator[tuple[fx.Node, Any]]:
-    """Runs nodes of a graph, each after what it reads, and yields each with its value; of the ``written`` a copy."""
+    """Runs nodes of a graph, each after what it reads, and yields each with its value; of the ``written`` a copy.
+
+    They run as those of a step do: without autograd, and with no other casts than theirs.
+    """
     interpreter = fx.Interpreter(module, garbage_collect_values=False, graph=graph)
-    for node in nodes:
-        if node.op != "output":
-            value = given[node] if node in given else interpreter.run_node(node)
-            interpreter.env[node] = value.clone() if node.name in written else value
-            yield node, interpreter.env[node]
+    kinds = {"cpu", *(each.device.type for each in given.values() if isinstance(each, torch.Tensor))}
+    with torch.no_grad(), ExitStack() as uncast:
+        for kind in filter(torch.amp.is_autocast_available, kinds):
+            uncast.enter_context(torch.autocast(kind, enabled=False))
+        for node in nodes:
+            if node.op != "output":
+                value = given[node] if node in given else interpreter.run_node(node)
+                interpreter.env[node] = value.clone() if node.name in written else value
+                yield node, interpreter.env[node]

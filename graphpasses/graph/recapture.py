@@ -209,8 +209,7 @@ class GuardedCache:
         structure = step.batch_structure
         found: str | None = structure.sameness_difference(same_tensors(given), structure.shared_in(batch))
         if found is None and step.guards is not None:
-            with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
-                found = step.guards.difference(step.value_of(given))
+            found = step.guards.difference(step.value_of(given))
         if found is None and step.update is not None and not self._first.waits:
             found = step.update.difference()
         return found

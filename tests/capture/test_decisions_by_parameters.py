@@ -20,6 +20,14 @@ def batches() -> list[Tensor]:
     return [*torch.randn(8, 6, 4, generator=torch.Generator().manual_seed(0))]
 
 
+def between(x: Tensor) -> float:
+    """Returns a number between what float32 and bfloat16 make of a sum."""
+    return float(((x @ x.t()).sum() + (x.bfloat16() @ x.bfloat16().t()).float().sum()) / 2)
+
+
+LIMIT = between(batches()[0])
+
+
 def built() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
@@ -56,6 +64,34 @@ def converges(model: nn.Module, x: Tensor) -> Tensor:
     return state.square().sum() + after.mean()
 
 
+class Into(torch.autograd.Function):
+    """Writes into memory of its own, which no operator does that autograd follows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight, out=torch.empty(len(x), weight.shape[1], device="cpu"))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradients[0] @ weight.t(), x.t() @ gradients[0]
+
+
+def written(model: nn.Module, x: Tensor) -> Tensor:
+    out = Into.apply(x, model.get_submodule("0").weight)
+    return out.square().mean() + model(x).mean() if (out < 2).all() else out.mean() + model(x).mean()
+
+
+def uncast(model: nn.Module, x: Tensor) -> Tensor:
+    """Decides in float32 where autocast is on, at a limit between what float32 and bfloat16 compute."""
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(x).float()
+        with torch.autocast("cpu", enabled=False):
+            total = (x @ x.t()).sum()
+        return out.square().mean() if total < LIMIT else out.mean()
+
+
 def train(loss_fn: Callable[..., Tensor], *, is_captured: bool, is_whole: bool = False) -> tuple[list[Tensor], Any]:
     model, found, step = built(), list[Tensor](), None
     optimizer = torch.optim.SGD(model.parameters(), 0.3)
@@ -87,6 +123,15 @@ def test_equals_eager(loss_fn: Callable[..., Tensor]) -> None:
     assert f"by {step.guards.num_operators} operators, and then runs the step" in note
     assert len(step.captures) == {is_nan: 1}.get(loss_fn, len(step.captures))
     assert len(step.captures) > 1 or loss_fn is is_nan
+
+
+def test_is_decided_as_in_a_step_without_autograd_and_casts() -> None:
+    """Neither is on in a step, though ``loss_fn`` has them on where it decides."""
+    for loss_fn in (written, uncast):
+        eager, _ = train(loss_fn, is_captured=False)
+        ours, step = train(loss_fn, is_captured=True)
+        assert all(map(same_bits, ours, eager))
+        assert len(step.captures) == (2 if loss_fn is uncast else 1)
 
 
 def by_four(model: nn.Module, x: Tensor) -> Tensor:

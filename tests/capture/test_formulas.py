@@ -89,6 +89,36 @@ def test_products(name: str) -> None:
         assert same_bits(gradient(model, lambda x=x: step(x)), expected)
 
 
+def read_twice(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return (model(x) + model(2 * x)).max()
+
+
+def logged(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return ((y := model(x)) + y + y).square().sum(), y.cumprod(0)
+
+
+@pytest.mark.parametrize("loss_fn", [lambda model, x: model(x).max(), read_twice, logged])
+def test_the_last_call(loss_fn: Callable[..., Any]) -> None:
+    """What the engine adds has the number of the last call, whose gradient it is not."""
+    model = Scaled(torch.sin)
+    step = capture_train_step(loss_fn, model, batches()[0], check=False)
+    found = [gradient(model, lambda x=x: step(x)) for x in batches()]
+    results = [loss_fn(model, x) for x in batches()]
+    losses = [each[0] if isinstance(each, tuple) else each for each in results]
+    expected = [gradient(model, loss.backward) for loss in losses]
+    assert all(map(same_bits, found, expected))
+    assert not same_bits(expected[0], expected[1])
+
+
+def test_the_last_call_compiled() -> None:
+    torch._dynamo.reset()
+    model, (x, *_) = Scaled(torch.sin), batches()
+    compiled = graphpasses.compile(read_twice, inner="aot_eager")
+    found = gradient(model, lambda: compiled(model, x).backward())
+    assert same_bits(found, gradient(model, lambda: read_twice(model, x).backward()))
+    assert not same_bits(found, gradient(model, lambda: read_twice(model, -x).backward()))
+
+
 def test_the_first_update() -> None:
     """It runs the step without its update, and the optimizer's own step, which makes its state."""
     found = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -46,6 +47,22 @@ def without_line(message: str) -> str:
     line = re.search(rf"\({re.escape(__file__)}:\d+ in ", message)
     assert line, message
     return message.replace(line[0], "(test_refusals.py in ")
+
+
+class Wrapper(nn.Module):
+    """Has a property in place of a submodule that went, as PEFT's wrapper of trained tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.original = self.adapter = nn.Linear(4, 4)  # type: ignore[misc]
+        self.original = None  # type: ignore[misc]
+
+    @property
+    def original(self) -> nn.Module:
+        return self.adapter
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.original(x).relu()
 
 
 # ---- models that train in hooks ------------------------------------------------------------------------
@@ -113,6 +130,18 @@ def test_wrapped_models(name: str) -> None:
     with fake_process_group(4):
         model = make()
         assert refused(lambda: captured(model)) == message
+
+
+def test_a_property_under_the_name_of_no_submodule() -> None:
+    torch.manual_seed(0)
+    eager = Wrapper()
+    model = copy.deepcopy(eager)
+    step, loss = captured(model), loss_fn(eager, X)
+    loss.backward()
+    assert torch.equal(step(X), loss)
+    pairs = zip(eager.parameters(), model.parameters(), strict=True)
+    assert all(torch.equal(ours.grad, theirs.grad) for ours, theirs in pairs)
+    assert not torch.equal(step(X + 1), loss)
 
 
 # ---- changed since the capture -------------------------------------------------------------------------
