@@ -186,13 +186,12 @@ class Columns:
     def send(self, sent: Value, num_rows: Any, rows: Sequence[Sequence[Value]]) -> None:
         """Notes that a tensor has, rank after rank, some columns of all rows, which lie side by side."""
         nothing = self._values.moved(sent.dtype, (1, 0), ())  # for a rank that has no such tables
-        self._by_rank[sent.number] = [
-            Part(num_rows, self._side_by_side(of_rank) if of_rank else nothing) for of_rank in rows
-        ]
+        parts = (self._side_by_side(of_rank) if of_rank else nothing for of_rank in rows)
+        self._by_rank[sent.number] = [Part(num_rows, row) for row in parts]
 
     def launch(
         self,
-        launch: Hashable,
+        name: Hashable,
         sent: Value,
         brought: Value,
         sizes: Sequence[Sequence[Any]],
@@ -202,24 +201,23 @@ class Columns:
     ) -> tuple[Value, bool]:
         """Returns what an all-to-all brings, and whether it was found to bring what several do.
 
-        ``launch`` names it; ``sizes`` are how much comes from each rank, and goes there; of ``brought`` nothing is
-        known yet.
+        It has a name; ``sizes`` are how much comes from each rank, and goes there; of ``brought`` nothing is known.
         """
         is_known = self.trusts(*sizes[0], *sizes[1])
         exchange = self._exchange(sent, brought, sizes, own, kind, unit) if is_known else None
-        is_merged = False
         if exchange is None and is_known and not any(sizes[1]) and any(sizes[0]):
             elements = [size * unit for size in sizes[0]]
             if self.is_first:
-                self._known[launch] = None
-                self._silent[brought.number] = launch, kind, elements, unit
-            elif launch not in self._known and (exchange := self._heard(kind, elements, unit)) is not None:
-                is_merged = True
+                self._known[name] = None
+                self._silent[brought.number] = name, kind, elements, unit
+            elif name not in self._known:
+                exchange = self._heard(kind, elements, unit)
         if exchange is None:
             return brought, False
+        is_merged = not exchange.sent  # as it was heard
         if self.is_first:
-            self._known[launch] = exchange
-        elif not is_merged and launch not in self._known and (merged := self._merged(exchange)) is not None:
+            self._known[name] = exchange
+        elif not is_merged and name not in self._known and (merged := self._merged(exchange)) is not None:
             exchange, is_merged = merged, True
         parts = [part for part in exchange.received if part.num_columns]
         if parts and (exchange.is_whole or len(parts) == 1):
@@ -266,14 +264,12 @@ class Columns:
 
     def _heard(self, kind: Hashable, elements: Sequence[Any], unit: int) -> Exchange | None:
         """Returns all of the first graph of which this rank sends nothing as one, if that brings so many elements."""
-        silent = [each for each in self._known.values() if each is not None and each.is_silent and not each.is_whole]
-        of_ranks = zip(*(each.received for each in silent if each.kind == kind), strict=True)
-        parts = []
-        for of_rank in of_ranks:
-            if len({each.num_rows for each in of_rank}) != 1:
-                return None
-            parts.append(Part(of_rank[0].num_rows, self._side_by_side([each.row for each in of_rank])))
-        if not parts or [part.num_rows * part.num_columns for part in parts] != elements:
+        known = [each for each in self._known.values() if each is not None and each.kind == kind]
+        silent = [each.received for each in known if each.is_silent and not each.is_whole]
+        rows = {part.num_rows for received in silent for part in received}
+        of_ranks = zip(*silent, strict=True)
+        parts = [Part(each[0].num_rows, self._side_by_side([part.row for part in each])) for each in of_ranks]
+        if len(rows) != 1 or [part.num_rows * part.num_columns for part in parts] != elements:
             return None
         return Exchange(kind, (), tuple(parts), False, unit)
 
