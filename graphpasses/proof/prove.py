@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 AXIOMS |= {
     "operators": (
         "an operator's result depends on its arguments' values, shapes, dtypes, devices and strides, on how far each "
-        "begins behind a multiple of 64 bytes unless it computes element by element, and on no more; a collective's also "
-        "on which one it is of those in which this rank sends the same; one that draws random numbers is tagged so"
+        "begins behind a multiple of 64 bytes unless it computes element by element, and on no more; a collective's "
+        "also on which one it is of those in which this rank sends the same; what draws random numbers is tagged so"
     ),
     "eager's place": eager_gradients.AXIOM,
     "eager's order": eager_gradients.TOPOLOGY_AXIOM,
