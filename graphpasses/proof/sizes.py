@@ -64,8 +64,6 @@ class Sizes:
         self._known: dict[Hashable, int] = {}  # the numbers of sizes, by what fake tensors call them
         self._row_counts: dict[Hashable, Hashable] = {}  # other names of numbers of rows
         self._brought: dict[Hashable, Value | None] = {}
-        # By what is sent what comes: a launch that no pass asked of is one that sends the same, as of one collective.
-        self._alike: dict[Hashable, Value | None] = {}
         # By the group, of each launch of the first graph what it sends, and as what that which comes is known.
         self._launches: dict[str, list[tuple[_ByRank, list[_Tell]]]] = {}
         self._said: dict[Hashable, tuple[int, int]] = {}  # by what this rank told, what it sends
@@ -150,13 +148,10 @@ class Sizes:
             return None
         if {*outputs} != {inputs[named_group(group).rank()]}:  # of each rank come as many as of this one
             return None
+        name = self._first_of.get(name, name)
         key = name, sent.number, (*inputs,), group  # others may send otherwise where this rank sends the same
         if key not in self._brought:
-            told = self._told.get(group)
-            found = self._alike.get(key[1:]) if name and told and name not in told.launches else None
-            found = found or self._received(name if self.columns.is_first else "", sent, inputs, group)
-            self._brought[key] = found
-            self._alike[key[1:]] = found if self._alike.get(key[1:], found) is found else None
+            self._brought[key] = self._received(name if self.columns.is_first else "", sent, inputs, group)
         return self._brought[key]
 
     def _received(self, name: str, sent: Value, inputs: Sequence[int], group: str) -> Value:
