@@ -31,6 +31,7 @@ from graphpasses._torch.decompose import decompose
 from graphpasses._torch.dynamo import leave_optimizers
 from graphpasses._torch.fx_graphs import copy_module
 from graphpasses._torch.schemas import bound_arguments, writes_arguments
+from graphpasses._torch.step_tracer import backwards_end
 from graphpasses._torch.strides_of_eager import hide_view, views_to_hide
 from graphpasses._torch.surroundings import after_this_backward
 from graphpasses._torch.symbols import guessed_sizes
@@ -143,6 +144,7 @@ def operators_of_eager(note: Callable[[str], None]) -> Iterator[None]:
             config.patch(enable_dynamo_decompositions=False, trace_numpy=False),
             # What draws random numbers stays, also where nobody reads them: those that follow are eager's.
             inductor_config.patch(fallback_random=True),
+            backwards_end(),
             mock.patch.dict(handlers, eager, clear=True),
             mock.patch.dict(VariableBuilder._type_dispatch(), _left_to_eager()),
             mock.patch.object(FunctionalTensorMode, "__torch_dispatch__", _keep_strides),

@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from torch import fx, nn
 from torch._dynamo.source import LocalSource
+from torch._functorch._aot_autograd import logging_utils
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -85,6 +86,7 @@ def trace_with_torch(fn: Callable[..., Any], module: nn.Module | None = None) ->
             torch.autograd.set_multithreading_enabled(False),  # backward in this thread, where the tracing is
             mock.patch.object(proxy, "CapturedTraceback", _Frames),
             mock.patch.object(nn.Module, "_apply", _convert_others),
+            backwards_end(),
             # A tracer gives names of functions of ``torch.fx.wrap``, and of ``math``'s, other functions.
             mock.patch.multiple(_symbolic_trace, _patch_wrapped_functions=_nothing, _autowrap_check=_nothing),
             _of_compiler("_non_strict_tracing_context", nullcontext),
@@ -96,6 +98,14 @@ def trace_with_torch(fn: Callable[..., Any], module: nn.Module | None = None) ->
         return TracedFunction(gm, fakes, layouts, num_outputs, output_layouts, list(state))
 
     return trace
+
+
+def backwards_end() -> AbstractContextManager[Any]:
+    """Lets torch tell what is traced behind a backward from the sums in it, also after a trace whose backward raised.
+
+    A global says that the end of a backward will be noted; one that raises has no end.
+    """
+    return mock.patch.object(logging_utils, "callback_set", False)
 
 
 def _nothing(*_: object) -> None:

@@ -56,6 +56,8 @@ def trace_until_settled(
                 raise CaptureError(why or left[0].refusal_of(names) or str(failed)) from failed
             is_first = is_first or _begins(reads, left, changed, names, is_same=is_same, may_begin=recaptures)
             reads.must_stay = not is_first  # a part of a call may have changed it
+            if failed is None and not is_first:
+                left[0].seen_again(left[1])
     if is_first:
         left[:] = [left[0].for_first_calls(reads.is_input)]
     return traced

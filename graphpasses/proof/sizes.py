@@ -118,6 +118,7 @@ class Sizes:
         """Returns which one a launch is of those in which this rank sends the same, and others perhaps do not.
 
         It is that of its name in the first graph; of one in a bucket the next of those whose ``names`` are gone.
+        Where the first has one alone, it is that, as what is computed again, in the same order on all ranks.
         """
         known = self._turns.setdefault(launch, {})
         if self.columns.is_first:
@@ -125,8 +126,8 @@ class Sizes:
             if self._sent_in.setdefault(first, launch) != launch:
                 self.wrong = self.wrong or f"{name} was told to send what {first} sends, and does not"
             return known.setdefault(name, known.get(first, len(known)))
-        if name in known:
-            return known[name]
+        if name in known or len({*known.values()}) == 1:
+            return known.get(name, 0)
         gone = [number for each, number in known.items() if each.partition("[")[0] not in names]
         number = self._num_unnamed[launch]
         self._num_unnamed[launch] += 1

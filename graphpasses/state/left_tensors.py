@@ -74,11 +74,12 @@ class Left:
     also: list[tuple[Slot, Any]] = field(default_factory=list)
     is_first: bool = False
 
-    def leave(self, model: nn.Module, computed: Mapping[str, Any]) -> None:
+    def leave(self, model: nn.Module, computed: Mapping[str, Any], *, is_old: bool = False) -> None:
         """Gives modules of a model, and the places, what a step computed, and Python values."""
         alone = dict(computed)
         places = {path: self._place(model, path) for path in self.values}
-        made = {path: filled(self.values[path], read(*place), alone) for path, place in places.items()}
+        every = ((path, self.values[path], read(*place)) for path, place in places.items())
+        made = {path: filled(pattern, now, alone, is_old=is_old) for path, pattern, now in every}
         for path, value in (made | alone).items():
             owner, name = places[path] if path in places else self._place(model, path)
             before = read(owner, name)
@@ -109,6 +110,13 @@ class Left:
         for slot, pattern in self._marked():
             slot.left = pattern
 
+    def seen_again(self, later: Left) -> None:
+        """Lets the places have what a later call leaves, which may set a list to which this one seemed to append."""
+        for path in self.places.keys() & later.values.keys():
+            if misfit(later.values[path], self.values[path]) is None:
+                self.values[path] = later.values[path]
+        self.mark()
+
     def for_first_calls(self, is_input: Callable[[Place], bool]) -> Left:
         """Lets the places have what they had, and nothing else, but for those that are inputs of the step."""
         inputs = {id(place.slot) for place in self.places.values() if is_input(place)}
@@ -123,7 +131,7 @@ class Left:
     def give_stand_ins(self, model: nn.Module) -> Callable[[], set[str]]:
         """Leaves, for what a step computes, what raises when it is read; returns what tells the names of such."""
         made = {name: each for path in self.places for name, each in stand_ins(self.values[path]).items()}
-        replace(self, values={path: self.values[path] for path in self.places}).leave(model, made)
+        replace(self, values={path: self.values[path] for path in self.places}).leave(model, made, is_old=True)
         return lambda: {name for name, each in made.items() if was_read(each)}
 
     def refusal_of(self, names: Collection[str]) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Container, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NoReturn
@@ -44,6 +44,13 @@ class Same:
 
 
 @dataclass(frozen=True)
+class Appended:
+    """Stands in a pattern for a list that stays the same object, gets these items behind its own, and is not read."""
+
+    items: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
 class SizeOf:
     """Stands in a pattern for a tensor's size, some dims of which may vary."""
 
@@ -75,14 +82,19 @@ class Known:
 
 
 def pattern_of(
-    path: str, value: Any, copies: Iterable[tuple[Any, Any]] = (), known: Known | None = None
+    path: str,
+    value: Any,
+    copies: Iterable[tuple[Any, Any]] = (),
+    known: Known | None = None,
+    shared: Container[int] = (),
 ) -> tuple[Any, dict[str, Any]] | None:
     """Returns the pattern of what stands somewhere after a step, and what the step computed of it, by name.
 
     None if it holds something else than that, Python values, and tensors that were there before. ``copies`` are the
-    containers that were there, with copies, and ``known`` tensors of the model.
+    containers that were there, with copies, and ``known`` tensors of the model; ``shared`` are the ids of containers
+    with several names, by which code may read them.
     """
-    old = {id(container) for container, _ in copies}
+    old = {id(container): items for container, items in copies}
     kept = {id(each) for _, items in copies for each in (items.values() if isinstance(items, dict) else items)}
     known, parts = known or Known(), dict[str, Any]()
 
@@ -102,6 +114,10 @@ def pattern_of(
             return Computed(name, torch.Tensor, facts_of(each), fault)
         if isinstance(each, torch.Size):
             return SizeOf(tuple(pattern(dim, (*inside, 0)) for dim in each))
+        if isinstance(each, _OldList) and not each.num_old:
+            return Same([pattern(item, (*inside, id(each))) for item in each])
+        if id(each) not in shared and (new := _appended(each, old.get(id(each)))):
+            return Appended(tuple(pattern(item, (*inside, id(each))) for item in new))
         opened = _open(each)
         if id(each) in inside or (opened is None and not key_of(each).is_plain):
             raise _NoPatternError
@@ -113,6 +129,16 @@ def pattern_of(
         return pattern(value, ()), parts
     except _NoPatternError:
         return None
+
+
+def _appended(value: Any, before: Any) -> list[Any]:
+    """Returns what a list that was there, and is as it was ``before``, has got behind that, if it is not plain."""
+    if isinstance(value, _OldList):
+        return list.__getitem__(value, slice(value.num_old, None))
+    if type(value) is not list or before is None or [*map(id, before)] != [*map(id, value[: len(before)])]:
+        return []
+    new = value[len(before) :]
+    return [] if all(key_of(each).is_plain for each in new) else new
 
 
 def facts_of(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device, tuple[str, ...]]:
@@ -129,6 +155,10 @@ def misfit(value: Any, pattern: Any, path: str = "") -> tuple[str, Key, Key] | N
 
     None if it fits. The value may be another pattern, which is to leave the same.
     """
+    if isinstance(pattern, Appended):
+        if isinstance(value, (Appended, Same)):
+            return misfit(tuple(value.items), pattern.items, path)
+        return None if isinstance(value, list) else (path, _key_of(pattern), key_of(value))
     value, pattern = (each.items if isinstance(each, Same) else each for each in (value, pattern))
     if isinstance(pattern, SizeOf):
         dims = value.dims if isinstance(value, SizeOf) else value if isinstance(value, torch.Size) else ()
@@ -154,12 +184,14 @@ def misfit(value: Any, pattern: Any, path: str = "") -> tuple[str, Key, Key] | N
 def _key_of(pattern: Any) -> Key:
     if isinstance(pattern, Computed):
         return Key(object, (), "a tensor" if pattern.kind is torch.Tensor else f"a number ({pattern.kind.__name__})")
+    if isinstance(pattern, Appended):
+        return Key(object, (), "a list that grows")
     return key_of(pattern.tensor if isinstance(pattern, Kept) else pattern)
 
 
-def filled(pattern: Any, current: Any, computed: MutableMapping[str, Any]) -> Any:
+def filled(pattern: Any, current: Any, computed: MutableMapping[str, Any], *, is_old: bool = False) -> Any:
     """Returns a pattern's value, with what a step computed, of which each is taken; ``current`` is what stands there,
-    and stays where it is to.
+    and stays where it is to, but for lists that must not be read, as what they hold ``is_old``.
     """
     if isinstance(pattern, Computed):
         return computed.pop(pattern.name)
@@ -167,13 +199,19 @@ def filled(pattern: Any, current: Any, computed: MutableMapping[str, Any]) -> An
         return torch.Size([filled(dim, None, computed) for dim in pattern.dims])
     if isinstance(pattern, Kept):
         return pattern.tensor
+    if isinstance(pattern, Appended):
+        new = [filled(each, None, computed) for each in pattern.items]
+        if is_old:
+            return _OldList(new)
+        current.extend(new)
+        return current
     items = pattern.items if isinstance(pattern, Same) else pattern
     opened, now = _open(items), _open(current)
     if opened is None:
         value = copy.deepcopy(items)
     else:
         known, _ = now or ({}, None)
-        value = _made(opened, lambda key, part: filled(part, known.get(key), computed))
+        value = _made(opened, lambda key, part: filled(part, known.get(key), computed, is_old=is_old))
         if isinstance(current, tuple) and type(value) is type(current) and [*map(id, value)] == [*map(id, current)]:
             return current
     if not isinstance(pattern, Same):
@@ -244,6 +282,32 @@ def _old_number(kind: type) -> Any:
     return type(f"_Old{kind.__name__}", (kind,), dict.fromkeys(names, _raise))
 
 
+class _OldList(list[Any]):
+    """A list that raises when what it had is read, until that is gone; one may append to it."""
+
+    def __init__(self, items: list[Any]) -> None:
+        super().__init__(items)
+        self.num_old = len(items)
+
+
+def _old_method(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method of such a list."""
+
+    def call(self: _OldList, *args: Any) -> Any:
+        if name == "clear" or (name in ("__setitem__", "__delitem__") and args[0] == slice(None)):
+            self.num_old = 0
+        if self.num_old:
+            _raise(*list.__iter__(self))
+        return method(self, *args)
+
+    return call
+
+
+_APPEND = ("append", "extend", "__iadd__", "__new__", "__init__", "__getattribute__", "__doc__", "__class_getitem__")
+for _name in vars(list).keys() - {*_APPEND}:
+    if callable(_method := getattr(list, _name)):
+        setattr(_OldList, _name, _old_method(_name, _method))
+
 _OLD_INT, _OLD_FLOAT = map(_old_number, (int, float))
 _OLD = (_OldTensor, _OLD_INT, _OLD_FLOAT)
 _STAND_INS: dict[type, Callable[[], Any]] = {
@@ -261,6 +325,7 @@ def stand_ins(pattern: Any) -> dict[str, Any]:
     """
     if isinstance(pattern, Computed):
         return {pattern.name: _STAND_INS[pattern.kind]()}
-    items = pattern.dims if isinstance(pattern, SizeOf) else pattern.items if isinstance(pattern, Same) else pattern
+    holds = isinstance(pattern, (Same, Appended))
+    items = pattern.dims if isinstance(pattern, SizeOf) else pattern.items if holds else pattern
     parts, _ = _open(items) or ({}, None)
     return {name: each for part in parts.values() for name, each in stand_ins(part).items()}

@@ -8,6 +8,7 @@ import os
 import random
 import re
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
@@ -120,6 +121,8 @@ class Reads:
         self._outside.add_new_names()
         every = [(owner, slot) for owner in (*self.names, *self.attributes) for slot in owner.slots.values()]
         every.sort(key=lambda pair: str(pair[1].name)[:2] == "__")  # an argument's name tells more than __defaults__
+        names = Counter(id(container) for _, slot in every for container, _ in slot.copies)
+        shared = {each for each, num_names in names.items() if num_names > 1}
         for owner, slot in every:
             value, in_model = read(owner.value, slot.name), id(owner.value) in self._outside.of_model
             is_module, is_same = in_model and isinstance(owner.value, nn.Module), value is slot.value
@@ -139,7 +142,7 @@ class Reads:
             refusal = "" if difference is None else _refusal(owner, difference)
             if is_module:
                 refusal = IN_CONTAINER.format(path) if isinstance(slot.value, CONTAINERS) else read_before(path)
-            found = pattern_of(path, value, slot.copies, own)
+            found = pattern_of(path, value, slot.copies, own, shared)
             if found is not None and (_is_of_class(owner.value, slot.name) or carried == key_of(value)):
                 left.also.append((slot, found[0]))
                 continue

@@ -170,19 +170,18 @@ class Slot:
         is another model's, built alike: the modules of both. The owners that it is ``inside`` are being compared.
         """
         opened = self.opened if type(now) is type(self.value) else None
-        if opened is None or isinstance(self.value, CONTAINERS):
+        part: Any = MISSING if self.left is MISSING else misfit(now, self.left, self.path)
+        if part is not None and (opened is None or isinstance(self.value, CONTAINERS)):
             key = key_of(now)
             is_known = key == self.key or key in self.others
             if not is_known and alike is not None and not self.key.is_plain:  # what that was stands in the key alone
                 is_known = keys.are_alike(self.was(self.value), now, alike)
-            part = None
-            if not is_known and (self.left is MISSING or (part := misfit(now, self.left, self.path)) is not None):
+            # Of a container that stays, what no step leaves there tells more than what was there.
+            if not is_known and not isinstance(self.left, Same):
                 counts_new = strict or not self.is_cache or self.left is not MISSING
-                # Of a container that stays, what no step leaves there tells more than what was there.
-                if not isinstance(self.left, Same):
-                    part = keys.narrowed(self.path, self.key, key, new_objects=counts_new)
-            if part is not None:
-                return Difference(*part, now is self.value and part[0] == self.path)
+                part = keys.narrowed(self.path, self.key, key, new_objects=counts_new)
+            if not is_known and part is not None:
+                return Difference(part[0], part[1], part[2], now is self.value and part[0] == self.path)
         if opened is None or now is self.value:  # which has a turn of its own
             return None
         if alike is None and any(slot.left is not MISSING for slot in opened.slots.values()):

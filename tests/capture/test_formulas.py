@@ -110,6 +110,25 @@ def test_the_last_call(loss_fn: Callable[..., Any]) -> None:
     assert not same_bits(expected[0], expected[1])
 
 
+def test_the_last_call_behind_a_trace_whose_backward_raised() -> None:
+    """Torch told what is traced behind a backward from its sums no more."""
+
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            if torch.compiler.is_compiling() or graphpasses._torch.fake_mode.is_fake(gradient):
+                raise ZeroDivisionError("of a trace")
+            return gradient
+
+    with pytest.raises(ZeroDivisionError, match="of a trace"):
+        capture_train_step(lambda model, x: Raises.apply(model(x)).sum(), Scaled(torch.sin), batches()[0])
+    test_the_last_call(logged)
+
+
 def test_the_last_call_compiled() -> None:
     torch._dynamo.reset()
     model, (x, *_) = Scaled(torch.sin), batches()
