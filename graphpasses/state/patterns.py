@@ -114,8 +114,6 @@ def pattern_of(
             return Computed(name, torch.Tensor, facts_of(each), fault)
         if isinstance(each, torch.Size):
             return SizeOf(tuple(pattern(dim, (*inside, 0)) for dim in each))
-        if isinstance(each, _OldList) and not each.num_old:
-            return Same([pattern(item, (*inside, id(each))) for item in each])
         if id(each) not in shared and (new := _appended(each, old.get(id(each)))):
             return Appended(tuple(pattern(item, (*inside, id(each))) for item in new))
         opened = _open(each)
@@ -123,7 +121,7 @@ def pattern_of(
             raise _NoPatternError
         inside = (*inside, id(each))
         made = copy.copy(each) if opened is None else _made(opened, lambda _, part: pattern(part, inside))
-        return Same(made) if id(each) in old else made
+        return Same(made) if id(each) in old or isinstance(each, _OldList) else made
 
     try:
         return pattern(value, ()), parts
@@ -134,7 +132,7 @@ def pattern_of(
 def _appended(value: Any, before: Any) -> list[Any]:
     """Returns what a list that was there, and is as it was ``before``, has got behind that, if it is not plain."""
     if isinstance(value, _OldList):
-        return list.__getitem__(value, slice(value.num_old, None))
+        return list.__getitem__(value, slice(value.num_old, None)) if value.num_old else []
     if type(value) is not list or before is None or [*map(id, before)] != [*map(id, value[: len(before)])]:
         return []
     new = value[len(before) :]
@@ -227,6 +225,8 @@ def _open(value: Any) -> _Opened | None:
     """Returns what a container of pytree's holds, by key; None of what is none, of one in itself, and of a tensor's
     size, of which pytree makes a tuple.
     """
+    if isinstance(value, _OldList):
+        value = [*list.__iter__(value)]
     own, value = value, value.copy() if type(value) in RESTORED else value  # another thread may go on to change it
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, deque)) else ()
     is_closed = isinstance(value, torch.Size) or any(each is own for each in items)

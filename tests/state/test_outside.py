@@ -191,7 +191,7 @@ def test_a_history_of_losses(number: bool) -> None:
 
     def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         loss = model(x).mean()
-        history.append(loss.item() if number else loss.detach())
+        history.insert(0, loss.item() if number else loss.detach())
         return loss
 
     with pytest.raises(CaptureError) as error:

@@ -120,6 +120,7 @@ FOLLOWED: dict[str, Callable[[], Twin]] = {
     "dict of a hook, filled": lambda: by_hook(lambda kept, out: kept.update(out=out), {"out": torch.ones(2)}),
     "object of a hook": lambda: by_hook(lambda kept, out: setattr(kept, "last", out), State()),
     "list": lambda: by_hook(reset_and_counted, []),
+    "list that grows": lambda: by_hook(lambda kept, out: kept.append(out), []),
     "queue": lambda: by_hook(lambda kept, out: kept.append(out), deque([1.0], maxlen=1)),
     "default dict": lambda: in_loss(lambda kept, loss: kept.update(loss=loss), defaultdict(list)),
     "list in a list": lambda: by_hook(lambda kept, out: kept[0].__setitem__(0, out), [[0], 1]),
@@ -164,7 +165,7 @@ def test_a_step_leaves_what_eager_leaves(build: Callable[[], Twin], rewritten: b
 
 
 REFUSED: dict[str, Callable[[], Twin]] = {
-    "grows": lambda: by_hook(lambda kept, out: kept.append(out), []),
+    "grows and is asked": lambda: by_hook(lambda kept, out: kept.append(out * len(kept)), []),
     "asks for the last": lambda: by_hook(
         lambda kept, out: kept.update(out=out if kept["out"] is None else kept["out"] + out), {"out": None}
     ),
