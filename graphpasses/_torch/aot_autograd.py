@@ -235,6 +235,8 @@ def compile_aot_eager(
                 values = list(args)
                 args.clear()  # so that what only this call needs is freed as soon as it is used
                 results = run_graph(values)
+                if not hidden:
+                    return results
                 return [hide_view(each) if i in hidden else each for i, each in enumerate(results)]
 
             return boxed(run)

@@ -5,13 +5,12 @@ A rule that a graph breaks says how, as the end of a sentence that begins with t
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from graphpasses.errors import VerificationError
 from graphpasses.graph.dynamo_graph import DynamoGraph
@@ -204,8 +203,8 @@ def _gradient_like_parameter(checked: Verifier) -> Iterator[Broken]:
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:
     """Whether tensors are alike by what was guarded: a channel count of a chunk may be an expression."""
-    same = (one.dtype, one.device, one.dim()) == (other.dtype, other.device, other.dim())
-    return same and all(map(statically_known_true, map(operator.eq, one.shape, other.shape)))
+    same = (one.dtype, one.device) == (other.dtype, other.device)
+    return same and statically_known_true(sym_eq(one.shape, other.shape))
 
 
 def _one_wait(checked: Verifier) -> Iterator[Broken]:

@@ -117,10 +117,10 @@ class Evaluated:
 
 def are_touched_alike(one: Evaluated, two: Evaluated) -> bool:
     """Whether the same calls touch what two graphs write, and values, where they differ, that one alone has."""
-    pairs = (one, two), (two, one)
-    calls = [Counter(tuple(each.call for each in touches) for touches in of.touched.elements()) for of, _ in pairs]
+    differing = (one.touched - two.touched, two.numbers()), (two.touched - one.touched, one.numbers())
+    calls = [Counter(tuple(each.call for each in touches) for touches in of.elements()) for of, _ in differing]
     return calls[0] == calls[1] and not any(
-        other.numbers().issuperset(chain.from_iterable(each.numbers for each in touches))
-        for of, other in pairs
-        for touches in of.touched - other.touched
+        known.issuperset(chain.from_iterable(each.numbers for each in touches))
+        for of, known in differing
+        for touches in of
     )

@@ -126,9 +126,9 @@ class Lookups:
 
     def _is_split(self, node: fx.Node, members: Sequence[_Member]) -> bool:
         args = node.args[2:] if node.target == SPLIT_FEATURES else node.args[1:]
-        given: Any = args[0]
-        if node.kwargs or any(args[1:]) or not self._facts.guessed.isdisjoint(given):
+        if node.kwargs or any(args[1:]) or not self._facts.guessed.isdisjoint(node.all_input_nodes):
             return False
+        given: Any = args[0]
         sizes = [size_expression(self._facts[each] if isinstance(each, fx.Node) else each) for each in given]
         shapes = [[self._facts[each].shape[0] for each in member.bags[:2]] for member in members]  # type: ignore[index]
         if node.target != SPLIT_FEATURES:

@@ -93,11 +93,6 @@ class TorchCalls(Evaluation):
         with_gradient = [each for each in (node, *node.all_input_nodes) if has_gradient(each)]
         self._with_gradient.update(*map(self._memories, with_gradient))
 
-    def _memories(self, node: fx.Node) -> set[Leaf]:
-        """Returns in whose memory the tensors of a node lie, and of those from outside what else lies there."""
-        roots = self._roots(node)
-        return roots.union(*(self._facts.beside[root] for root in roots if root in self._facts.beside))
-
     def evaluate_outputs(self) -> None:
         super().evaluate_outputs()
         # Autograd follows writes through views by when, and in which mode, these were made.

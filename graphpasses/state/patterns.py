@@ -200,7 +200,7 @@ def filled(pattern: Any, current: Any, computed: MutableMapping[str, Any], *, is
     if isinstance(pattern, Appended):
         new = [filled(each, None, computed) for each in pattern.items]
         if is_old:
-            return _OldList(new)
+            return _old_list(new)
         current.extend(new)
         return current
     items = pattern.items if isinstance(pattern, Same) else pattern
@@ -275,39 +275,40 @@ class _OldTensor(torch.Tensor):
     __torch_function__ = classmethod(_raise)
 
 
+def _methods(kind: type, *but: str) -> dict[str, Callable[..., Any]]:
+    """Returns the methods of one of Python's classes by which its objects are read."""
+    kept = ("__new__", "__init__", "__getattribute__", "__setattr__", "__class__", "__doc__", "__dir__", *but)
+    return {name: value for name, value in vars(kind).items() if name not in kept and callable(value)}
+
+
 def _old_number(kind: type) -> Any:
     """Returns the class of numbers that raise when Python reads them."""
-    kept = ("__new__", "__init__", "__getattribute__", "__setattr__", "__class__", "__doc__", "__dir__")
-    names = [name for name, value in vars(kind).items() if name not in kept and callable(value)]
-    return type(f"_Old{kind.__name__}", (kind,), dict.fromkeys(names, _raise))
+    return type(f"_Old{kind.__name__}", (kind,), dict.fromkeys(_methods(kind), _raise))
 
 
-class _OldList(list[Any]):
-    """A list that raises when what it had is read, until that is gone; one may append to it."""
+def _until_gone(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method of a list that raises as long as the list has what it had."""
 
-    def __init__(self, items: list[Any]) -> None:
-        super().__init__(items)
-        self.num_old = len(items)
-
-
-def _old_method(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a method of such a list."""
-
-    def call(self: _OldList, *args: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if name == "clear" or (name in ("__setitem__", "__delitem__") and args[0] == slice(None)):
             self.num_old = 0
         if self.num_old:
             _raise(*list.__iter__(self))
-        return method(self, *args)
+        return method(self, *args, **kwargs)
 
     return call
 
 
-_APPEND = ("append", "extend", "__iadd__", "__new__", "__init__", "__getattribute__", "__doc__", "__class_getitem__")
-for _name in vars(list).keys() - {*_APPEND}:
-    if callable(_method := getattr(list, _name)):
-        setattr(_OldList, _name, _old_method(_name, _method))
+def _old_list(items: list[Any]) -> list[Any]:
+    """Returns a list that raises when what it has is read, until that is gone; one may append to it."""
+    made: Any = _OldList(items)
+    made.num_old = len(items)
+    return made  # type: ignore[no-any-return]
 
+
+_APPENDING = ("append", "extend", "__iadd__", "__class_getitem__")
+_READING = {name: _until_gone(name, method) for name, method in _methods(list, *_APPENDING).items()}
+_OldList: Any = type("_OldList", (list,), {"num_old": 0, **_READING})
 _OLD_INT, _OLD_FLOAT = map(_old_number, (int, float))
 _OLD = (_OldTensor, _OLD_INT, _OLD_FLOAT)
 _STAND_INS: dict[type, Callable[[], Any]] = {

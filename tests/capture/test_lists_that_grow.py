@@ -119,6 +119,7 @@ READS: dict[str, Callable[[list[Any]], Any]] = {
     "loop": lambda losses: max([1.0, *losses]),
     "sum": sum,
     "sorted": lambda losses: len(sorted(losses)),
+    "in another order": lambda losses: losses.sort(key=lambda each: 1.0, reverse=True),
     "search": lambda losses: 2.0 if 0.25 in losses else 1.0,
     "concatenated": lambda losses: len(losses + losses),
     "copied": lambda losses: len(losses.copy()),

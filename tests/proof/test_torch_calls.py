@@ -54,12 +54,8 @@ def test_calls_in_another_order(dynamo: TrainGraph, says_none: bool) -> None:
         prove(dynamo, other)
 
 
-class Twice(nn.Module):
+class Twice(Model):
     """Computes the same twice, whose gradients autograd adds apart; and a copy of what it computes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         p, q = self.linear(x), self.linear(x)
@@ -147,12 +143,8 @@ def test_the_only_call_that_reads_a_value_has_it_with_its_gradient() -> None:
         prove(before, other)
 
 
-class Writing(nn.Module):
+class Writing(Model):
     """Writes a row of what it computes by a view, whose gradient autograd follows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.linear(x)
@@ -175,12 +167,8 @@ def test_a_view_that_is_written_is_made_where_it_was(writing: TrainGraph) -> Non
         prove(writing, other)
 
 
-class Adding(nn.Module):
+class Adding(Model):
     """Adds in place, as TorchRec does to what its feature processors give."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.linear(x)
