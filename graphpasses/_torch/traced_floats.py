@@ -156,6 +156,20 @@ def _for_numpy(operand: Any, numpy: Any, *, is_exact: bool) -> Any:
 _AS_PYTHON = {"float64", "int64", "bool", "object"}  # types in which NumPy computes as Python does
 
 
+def read_number(tensor: torch.Tensor, kind: type) -> Any:
+    """Reads the number of a class that a tensor carries, which the trace then computes with as that class does."""
+    number = tensor.item()
+    return number if kind in (int, float) else _traced(as_numpy, number)
+
+
+def as_numpy(number: Any) -> Any:
+    """Returns a float as NumPy's, with which Python computes otherwise: it rounds to digits, divides by zero."""
+    if not isinstance(number, torch.SymFloat):
+        return sys.modules["numpy"].float64(number)
+    node = number.node  # another, since the trace knows numbers by their nodes
+    return torch.SymFloat(SymNode(node.expr, node.shape_env, float, None))  # type: ignore[no-untyped-call]
+
+
 def _traced(function: Callable[..., Any], *args: Any) -> Any:
     """Calls a function in the trace: its node has the arguments in this order, and calls this function."""
     is_traced = proxy_tensor.get_proxy_mode() is not None

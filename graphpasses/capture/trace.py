@@ -28,6 +28,7 @@ from graphpasses._torch.step_tracer import TRACING, TracedFunction, held_traced,
 from graphpasses._torch.strides_of_eager import Strides, strides_known
 from graphpasses._torch.surroundings import functions_behind
 from graphpasses._torch.symbols import each_size_its_own, mark_dims
+from graphpasses._torch.traced_floats import read_number
 from graphpasses.capture import refusals
 from graphpasses.capture.guards import Decisions
 from graphpasses.capture.oracle import record_calls
@@ -136,7 +137,7 @@ def trace_step(
 
         check_structure = structure_check(model, state)
         given = [args[index] for index in structure.same or range(len(args))]
-        named_inputs = [*structure.inputs(given, lambda number: None), *carried.tensors(numbers)]
+        named_inputs = [*structure.inputs(given, lambda *number: None), *carried.tensors(numbers)]
         records.append(record := record_calls(model, identity, named_inputs, only_undo=not is_recorded))
         with (
             tensors_kept(model, dict(zip(structure.paths, given, strict=True))),
@@ -156,7 +157,7 @@ def trace_step(
             trace.draws = draws if trace.draws is None else trace.draws
             reductions.filled = order
             drawn += carried.write_traced(numbers)
-            given = [*structure.inputs(given, torch.Tensor.item)]
+            given = [*structure.inputs(given, read_number)]
             reads.count(carried.places)
             left_tensors = LeftTensors(model)
             with (

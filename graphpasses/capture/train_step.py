@@ -176,8 +176,10 @@ def _capture(
     with accumulation_set_aside(model), stages_shown(), recording_paused():
         # Look
         refuse_model(model)
-        structure = replace(BatchStructure.of(batch, TORCHREC), numbers=numbers)
-        leaves = structure.inputs(structure.leaves(batch))
+        structure = BatchStructure.of(batch, TORCHREC)
+        kinds = zip(structure.paths, map(type, given := structure.leaves(batch)), strict=True)
+        structure = replace(structure, numbers={path: kind for path, kind in kinds if path in numbers})
+        leaves = structure.inputs(given)
         structure = replace(structure, shared=structure.shared_in(batch), same=same_tensors(leaves))
         for path, leaf in zip(structure.paths, leaves, strict=True):
             check_leaf(path, leaf)

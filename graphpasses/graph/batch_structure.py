@@ -13,8 +13,8 @@ from torch.types import py_sym_types
 
 from graphpasses._torch import pytree
 from graphpasses.errors import BatchMismatchError, CaptureError
-from graphpasses.state.carried import as_tensor, can_carry, is_number
-from graphpasses.state.keys import Key, key_of
+from graphpasses.state.carried import as_tensor
+from graphpasses.state.keys import Key, is_carried_number, key_of
 
 _LEAVES = (torch.Tensor, int, float, bool, str, type(None), *py_sym_types)  # symbolic in a result that is traced
 _BATCH_HOLDS = (
@@ -96,8 +96,8 @@ class BatchStructure:
     same: tuple[int, ...] = ()
     # Of a whole batch, the containers that stand in it before, by path, each with the path where that is.
     shared: Mapping[str, str] = field(default_factory=dict)
-    # Of a whole batch, the paths of numbers that are others at each call, which a step reads as tensors.
-    numbers: frozenset[str] = frozenset()
+    # Of a whole batch, by path the classes of numbers that are others at each call, which a step reads as tensors.
+    numbers: Mapping[str, type] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -162,18 +162,20 @@ class BatchStructure:
         parts = (child.leaves(items[key]) for key, child in zip(self.keys, self.children, strict=True))
         return [leaf for part in parts for leaf in part]
 
-    def inputs(self, leaves: Sequence[Any], change: Callable[[Any], Any] = as_tensor) -> Sequence[Any]:
-        """Returns the leaves of a batch as a step reads them; or ``change`` of those that are its numbers."""
-        if not self.numbers:
+    def inputs(self, leaves: Sequence[Any], change: Callable[[Any, type], Any] = as_tensor) -> Sequence[Any]:
+        """Returns the leaves of a batch as a step reads them; or ``change`` of those that are its numbers, and of
+        their classes.
+        """
+        if not (of := self.numbers):
             return leaves
-        return [change(e) if path in self.numbers else e for path, e in zip(self.paths, leaves, strict=True)]
+        return [change(each, of[path]) if path in of else each for path, each in zip(self.paths, leaves, strict=True)]
 
     def changed_numbers(self, leaves: Sequence[Any], captured: Sequence[tuple[str, Any]]) -> frozenset[str]:
         """Returns the paths of the leaves that can be its numbers, and are so, or are others than were captured."""
         return frozenset(
             path
             for leaf, (path, before) in zip(leaves, captured, strict=False)
-            if is_number(leaf) and can_carry(leaf)
+            if is_carried_number(leaf)
             if path in self.numbers or (type(leaf) is type(before) and repr(leaf) != repr(before))
         )
 

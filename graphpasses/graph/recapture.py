@@ -47,7 +47,7 @@ Step: TypeAlias = Any
 _ADVICE = {
     "loss_fn decided": NO_DECISION,
     " decided by ": INSTEAD[0].upper() + INSTEAD[1:],
-    "np.float64(": "Numbers of NumPy are built in: give Python's own, float(x), which become inputs of the step",
+    "np.float64(": "What NumPy's functions compute of numbers is built in: give the step what they bring",
 }
 _ELSEWHERE = "on another rank, something is otherwise than it was"
 
@@ -277,7 +277,7 @@ class GuardedCache:
             known = known.without(by_value)
             also = [numbers[path] for path in numbers.keys() - self._built_in - by_value - {*known.paths}]
             carried = known.and_also(*also)
-            is_last = self.consensus.all_ranks([not also and of_batch <= first.batch_structure.numbers])[0]
+            is_last = self.consensus.all_ranks([not also and of_batch <= {*first.batch_structure.numbers}])[0]
             paths = {*carried.paths, *of_batch}
             try:
                 return self._captured(batch, known if is_last else carried, of_batch)

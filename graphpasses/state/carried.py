@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphpasses._torch.traced_floats import read_number
 from graphpasses.errors import CaptureError
 from graphpasses.state.draws import Draw, draw, drawn_next
 from graphpasses.state.keys import MISSING, TensorFacts, is_carried_number, key_of, same_tensors
@@ -82,7 +83,7 @@ class BuiltInError(CaptureError):
         self.paths = paths
 
 
-_DTYPES = {int: torch.int64, float: torch.float64}
+_NUMBERS = (int, float)
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Carried:
     @property
     def numbers(self) -> tuple[str, ...]:
         """What messages call the inputs that are numbers."""
-        return tuple(path for path, kind in zip(self.paths, self.kinds, strict=False) if kind in _DTYPES)
+        return tuple(path for path, kind in zip(self.paths, self.kinds, strict=False) if issubclass(kind, _NUMBERS))
 
     def and_also(self, *also: Place) -> Carried:
         """Returns these and others, also of objects that stand where others stood."""
@@ -143,7 +144,7 @@ class Carried:
         values = self._values
         for (path, before), kind, now in zip(captured, self.kinds, values, strict=False):
             if type(now) is not kind or not can_carry(now):
-                what = f"a number ({kind.__name__})" if kind in _DTYPES else "a tensor"
+                what = f"a number ({kind.__name__})" if issubclass(kind, _NUMBERS) else "a tensor"
                 raise CaptureError(
                     f"{path} is {key_of(now)} now, and had {what} when the step was captured. "
                     "Give it such from its start, or capture a step for it"
@@ -179,7 +180,7 @@ class Carried:
     def write_traced(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
         """Puts a step's traced inputs there, of numbers their values; returns those that are drawn."""
         for place, at, kind in zip(self.places, self.same, self.kinds, strict=True):
-            place.write(inputs[at] if kind is torch.Tensor else inputs[at].item())
+            place.write(inputs[at] if kind is torch.Tensor else read_number(inputs[at], kind))
         return [each.item() for each in inputs[len(self.places) :]]
 
     def put_back(self, values: Sequence[Any]) -> None:
@@ -217,7 +218,7 @@ def places_in(
 
 def is_number(value: Any) -> bool:
     """Whether a value is a number that a tensor may carry."""
-    return type(value) in _DTYPES
+    return type(value) in _NUMBERS
 
 
 def can_carry(value: Any) -> bool:
@@ -248,7 +249,8 @@ def items_in(value: Any) -> dict[Any, Any] | None:
     return dict(enumerate(value)) if is_sequence else None
 
 
-def as_tensor(value: Any) -> Any:
-    """Returns the tensor that carries a number; other values as they are."""
-    is_carried = is_carried_number(value)
-    return torch.tensor(value, dtype=_DTYPES[type(value)], device="cpu") if is_carried else value
+def as_tensor(value: Any, kind: type | None = None) -> Any:
+    """Returns the tensor that carries a number, of a class if one is given; other values as they are."""
+    is_carried = is_carried_number(value) and kind in (None, type(value))
+    dtype = torch.float64 if isinstance(value, float) else torch.int64
+    return torch.tensor(value, dtype=dtype, device="cpu") if is_carried else value

@@ -9,7 +9,7 @@ import torch
 
 from graphpasses._torch.storage import memories
 from graphpasses.state.carried import Place, can_carry, is_nothing, is_number, item_in, items_in
-from graphpasses.state.keys import MISSING, key_of
+from graphpasses.state.keys import MISSING, is_carried_number, key_of
 from graphpasses.state.patterns import Computed, Kept, facts_of
 from graphpasses.state.slots import Owner, Slot, can_write, read
 
@@ -123,8 +123,8 @@ def changed_values(owner: Owner, slot: Slot) -> list[Place]:
     copies = {id(container): items for container, items in slot.copies}
 
     def find(place: Place, before: Any, now: Any) -> Iterator[Place]:
-        if is_number(before) and can_carry(now):
-            if repr(before) != repr(now):
+        if is_number(before) or is_carried_number(before):
+            if can_carry(now) and repr(before) != repr(now):
                 yield place
         elif isinstance(before, torch.Tensor):
             if before is not now and can_carry(before) and can_carry(now) and isinstance(now, torch.Tensor):

@@ -160,9 +160,14 @@ def is_array(value: Any) -> bool:
     return numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic))
 
 
+def is_float(value: Any) -> bool:
+    """Whether a value is a float of Python's, or of NumPy's, with the same bits."""
+    return type(value) is float or (isinstance(value, float) and is_array(value))
+
+
 def is_carried_number(value: Any) -> bool:
     """Whether a value is a number that a tensor can carry as it is."""
-    return type(value) is float or (type(value) is int and -(2**63) <= value < 2**63)
+    return is_float(value) or (type(value) is int and -(2**63) <= value < 2**63)
 
 
 def random_state(value: Any) -> bytes | None:

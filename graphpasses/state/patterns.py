@@ -19,7 +19,7 @@ from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.storage import memories
 from graphpasses.errors import CaptureError
 from graphpasses.identity import RESTORED, put_back
-from graphpasses.state.keys import MISSING, Key, key_of
+from graphpasses.state.keys import MISSING, Key, is_float, key_of
 
 COMPUTED = (torch.Tensor, *py_sym_types)
 """What a step computes: a number that it reads of a tensor, as by ``.item()``, is symbolic while it is traced."""
@@ -164,7 +164,7 @@ def misfit(value: Any, pattern: Any, path: str = "") -> tuple[str, Key, Key] | N
     if isinstance(pattern, Kept):
         fits = pattern.tensor is (value.tensor if isinstance(value, Kept) else value)
     elif isinstance(pattern, Computed):
-        kind = _NUMBERS.get(type(value), type(value))
+        kind = float if is_float(value) else _NUMBERS.get(type(value), type(value))
         is_kind = isinstance(value, torch.Tensor) if pattern.kind is torch.Tensor else kind is pattern.kind
         fits = value == pattern if isinstance(value, Computed) else is_kind
     elif (ours := _open(value)) is not None and (theirs := _open(pattern)) is not None:

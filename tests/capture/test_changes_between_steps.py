@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from graphpasses import BucketPlan, capture_train_step, default_pipeline
+from graphpasses import BucketPlan, CapturedStep, capture_train_step, default_pipeline
 from graphpasses.errors import BatchMismatchError, CaptureError
 from graphpasses.identity import same_bits
 
@@ -277,7 +277,7 @@ def test_a_number_of_a_batch_that_is_built_in() -> None:
     for rate in (0.5, 0.25):
         for weight in (2.0, 3.0):
             step.check(x_of(0), rate, weight)
-    assert [each.batch_structure.numbers for each in step.captures[1:]] == [{"batch[2]"}] * 2
+    assert [each.batch_structure.numbers for each in step.captures[1:]] == [{"batch[2]": float}] * 2
 
 
 def skipped(model: nn.Module, x: Tensor, weight: float) -> Tensor:
@@ -303,24 +303,44 @@ def test_one_value_of_a_number_decides(loss_fn: Callable[..., Tensor], num_input
 
 @pytest.mark.parametrize("is_of_batch", [False, True])
 def test_schedules_that_numpy_computes(is_of_batch: bool) -> None:
-    """Each value is a capture of its own, and the error says what to give. Control: Python's own become inputs."""
+    """A step computes with NumPy's numbers as NumPy does. Control: what Python rounds ``0.615`` to is another number.
 
-    def loss_fn(model: nn.Module, x: Tensor, *given: float) -> Tensor:
-        return model(x).square().mean() * (given or (SETTINGS["share"],))[0]
+    What its functions bring of them is a capture for each value, and the error says what to give.
+    """
+    model, shares = nn.Linear(4, 4), [np.float64(share / 200) for share in range(105, 131)]
+    assert round(np.float64(0.615), 2) != round(0.615, 2)
 
-    def run(kind: type) -> int:
+    def run(scale: Callable[[Any], Any], kind: type) -> CapturedStep:
+        def loss_fn(model: nn.Module, x: Tensor, *given: float) -> Tensor:
+            return model(x).square().mean() * scale((given or (SETTINGS["share"],))[0])
+
         step = None
-        for index in range(12):
-            SETTINGS["share"] = value = kind(2 / (1 + np.exp(-index)) - 1)
-            given = (value,) if is_of_batch else ()
-            step = step or capture_train_step(loss_fn, nn.Linear(4, 4), x_of(0), *given)
-            step(x_of(0), *given)
+        for share in map(kind, shares):
+            SETTINGS["share"], given = share, (share,) if is_of_batch else ()
+            step = step or capture_train_step(loss_fn, model, x_of(0), *given)
+            assert step(x_of(0), *given).item() == loss_fn(model, x_of(0), *given).item()
         assert step is not None
-        return len(step.captures)
+        return step
 
-    with pytest.raises(CaptureError, match=r"np\.float64\(.* kept\. Numbers of NumPy are built in: give Python's"):
-        run(np.float64)
-    assert run(float) <= 2
+    for scale in (lambda share: round(share, 2), lambda share: (share - 0.7) ** 0.5 if share > 0.7 else share):
+        assert len(run(scale, np.float64).captures) <= 3
+        run(scale, float)
+    text = r"np\.float64\(.* kept\. What NumPy's functions compute of numbers is built in: give the step"
+    with pytest.raises(CaptureError, match=text):
+        run(np.exp, np.float64)
+
+
+def test_a_number_of_numpy_and_one_of_python_are_two() -> None:
+    """Either has a step of its own, in the batch. Control: they are equal."""
+    model = nn.Linear(4, 4)
+
+    def loss_fn(model: nn.Module, x: Tensor, share: float) -> Tensor:
+        return model(x).mean() * round(share, 2)
+
+    step = capture_train_step(loss_fn, model, x_of(0), 0.3)
+    for share in (0.4, np.float64(0.615), 0.615, np.float64(0.615), 0.5, np.float64(0.7)):
+        assert step(x_of(0), share).item() == loss_fn(model, x_of(0), share).item()
+    assert np.float64(0.615) == 0.615
 
 
 def optional(model: nn.Module, batch: dict[str, Any]) -> Tensor:
