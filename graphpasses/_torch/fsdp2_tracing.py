@@ -258,8 +258,8 @@ def _reduce(group: FSDPParamGroup, index: int, call: dict[str, Any], reductions:
     if fsdp2_dtypes.KEEPS_GRADIENT_DTYPES:
         kept: torch.dtype | None = fsdp2_dtypes.check_kept_dtypes(fsdp2.group_name(group), parameters)
     else:
-        _check_dtypes(group, parameters, gradients)
         kept = call["orig_dtype"]
+        _check_dtypes(group, parameters, gradients, kept)
     process_group, all_reduce_group = call["reduce_scatter_group"], call["all_reduce_group"]
     num_shards = fsdp2.num_shards(group)
     dtype = call["reduce_dtype"] or gradients[0].dtype
@@ -314,8 +314,17 @@ def _reduce(group: FSDPParamGroup, index: int, call: dict[str, Any], reductions:
     return (packed, event, *((stream,) if _RETURNS_STREAM else ()), event, None, None, None)
 
 
-def _check_dtypes(group: FSDPParamGroup, parameters: list[FSDPParam], gradients: list[Tensor]) -> None:
-    """Raises where ``foreach_reduce`` does: autograd may leave a gradient of another dtype than its parameter's."""
+def _check_dtypes(group: FSDPParamGroup, parameters: list[FSDPParam], gradients: list[Tensor], kept: Any) -> None:
+    """Raises where ``foreach_reduce`` does: autograd may leave a gradient of another dtype than its parameter's, and
+    FSDP2 does not know in which the gradients of a group are ``kept`` that had none to train in its first forward.
+    """
+    if kept is None and any(each.param_dtype or each.reduce_dtype for each in parameters):
+        raise CaptureError(
+            f"FSDP2 group {fsdp2.group_name(group)!r} trains parameters, and trained none in the model's first "
+            "forward, where FSDP2 reads in which dtypes it reduces: eager FSDP2 cannot reduce their gradients, or "
+            "does not as its MixedPrecisionPolicy says. Let them require gradients in the first forward, and freeze "
+            "them then"
+        )
     fqns: dict[torch.dtype, list[str]] = {}
     for parameter, gradient in zip(parameters, gradients, strict=True):
         fqns.setdefault(gradient.dtype, []).append(str(parameter._param_fqn))

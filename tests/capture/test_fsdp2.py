@@ -278,6 +278,24 @@ def test_gradients_of_several_dtypes() -> None:
             eager(torch.ones(2, 4)).backward()
 
 
+@pytest.mark.skipif(RELEASE >= (2, 15), reason="FSDP2 of this torch asks the parameters that are trained now")
+def test_layers_that_are_first_trained_later() -> None:
+    """As LISA trains other layers every few steps. Near miss: they were trained in the first forward."""
+
+    def train(is_trained_first: bool) -> None:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        layers = [nn.Linear(4, 4), fully_shard(nn.Linear(4, 4), mesh=make_mesh(), mp_policy=policy)]
+        model, x = sharded(nn.Sequential(*layers), mp_policy=policy), torch.ones(2, 4)
+        model[1].requires_grad_(is_trained_first)
+        step = default_pipeline().run(capture_train_step(lambda model, x: model(x).float().mean(), model, x))
+        model[1].requires_grad_(not is_trained_first)
+        step(x)
+
+    with fake_process_group(4):
+        train(is_trained_first=True)
+        assert "'1' trains parameters, and trained none in" in refused(lambda: train(is_trained_first=False))
+
+
 @pytest.mark.skipif(RELEASE < (2, 15), reason="FSDP2 of this torch has no such setting")
 @pytest.mark.parametrize("kept", [None, torch.bfloat16])
 def test_gradients_that_are_kept_otherwise(kept: torch.dtype | None) -> None:
