@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
+from torch.utils._sympy.functions import RoundDecimal
 from torch.utils._sympy.printers import PythonPrinter
 
 # What printed conditions may call.
@@ -24,6 +25,11 @@ def with_margin(condition: sympy.Basic) -> sympy.Basic:
     sides = [*condition.args, *condition.free_symbols, *condition.atoms(sympy.Float)]
     margin = sympy.Float(1e-9) * sum(map(sympy.Abs, sides))
     return sympy.And(condition, sympy.Abs(condition.lhs - condition.rhs) > margin)
+
+
+def rounds_to_digits(condition: sympy.Basic) -> bool:
+    """Whether a condition rounds as Python does, which computes a number's digits exactly."""
+    return bool(condition.has(RoundDecimal))
 
 
 def as_text(condition: sympy.Basic) -> tuple[str, tuple[sympy.Symbol, ...]] | None:

@@ -13,11 +13,12 @@ import torch
 from torch import fx, nn
 
 from graphpasses._torch import symbols as traced_symbols
-from graphpasses._torch.conditions import as_number, with_margin
+from graphpasses._torch.conditions import as_number, rounds_to_digits, with_margin
 from graphpasses._torch.fake_mode import outside_tracing
 from graphpasses._torch.operator_facts import asking
 from graphpasses._torch.schemas import inner_names, is_tensor_subclass
 from graphpasses._torch.symbols import bound_symbols, value_at
+from graphpasses._torch.traced_floats import as_numpy
 from graphpasses.capture.checks import (
     assert_of_sizes,
     assert_truth,
@@ -252,16 +253,21 @@ class Decisions:
             )
 
     def _refuse_carried(self, decisions: Iterable[Decision]) -> None:
-        """Raises if operators build in fractions that are others at each call."""
-        names = {node: item.fqn for node, (item, _) in zip(self._slices.placeholders, self._inputs, strict=False)}
-        equal = ((each.where, pair) for each in decisions for pair in each.condition.atoms(sympy.Eq))
-        fractions = ((where, each) for where, pair in equal for each in pair.free_symbols if not each.is_integer)
+        """Raises if operators build in fractions that are others at each call, or code decides by what NumPy rounds,
+        which it does otherwise than conditions have it.
+        """
         built_in: dict[str, str] = {}  # and where
-        for where, symbol in fractions:
-            node, _ = self._slices.bound.get(symbol, (None, None))
-            source = node.args[0] if node is not None and node.args else None
-            if isinstance(source, fx.Node) and names.get(source) in self._carried:
-                built_in.setdefault(names[source], where)
+        by_numpy: dict[str, str] = {}
+        for decision in decisions:
+            for symbol in {each for pair in decision.condition.atoms(sympy.Eq) for each in pair.free_symbols}:
+                if not symbol.is_integer and (name := self._input_of(symbol)) in self._carried:
+                    built_in.setdefault(name, decision.where)
+            if rounds_to_digits(decision.condition):
+                read = {self._input_of(symbol): symbol for symbol in decision.condition.free_symbols}
+                by_numpy |= {name: decision.where for name, symbol in read.items() if self._is_of_numpy(symbol)}
+        if by_numpy:
+            name, where = next(iter(by_numpy.items()))
+            raise BuiltInError(f"loss_fn decides at {where} by what NumPy rounds {name} to", by_numpy.keys())
         if built_in:
             name, where = next(iter(built_in.items()))
             raise BuiltInError(
@@ -270,6 +276,17 @@ class Decisions:
                 "compute with it",
                 built_in.keys(),
             )
+
+    def _input_of(self, symbol: sympy.Symbol) -> str:
+        """Returns the name of the input of which a number was read; an empty one for others."""
+        node, _ = self._slices.bound.get(symbol, (None, None))
+        source: Any = node.args[0] if node is not None and node.args else None
+        names = {node: item.fqn for node, (item, _) in zip(self._slices.placeholders, self._inputs, strict=False)}
+        return names.get(source, "")
+
+    def _is_of_numpy(self, symbol: sympy.Symbol) -> bool:
+        node, _ = self._slices.bound.get(symbol, (None, None))
+        return node is not None and any(user.target is as_numpy for user in node.users)
 
     def _refuse_numbers(self, decisions: Iterable[Decision]) -> None:
         """Raises where a number that follows from parameters does more than to be above or below another: each value

@@ -322,7 +322,7 @@ def test_schedules_that_numpy_computes(is_of_batch: bool) -> None:
         assert step is not None
         return step
 
-    for scale in (lambda share: round(share, 2), lambda share: (share - 0.7) ** 0.5 if share > 0.7 else share):
+    for scale in (lambda share: round(share, 2), lambda share: (share - 0.6) ** 0.5 if share > 0.6 else share):
         assert len(run(scale, np.float64).captures) <= 3
         run(scale, float)
     text = r"np\.float64\(.* kept\. What NumPy's functions compute of numbers is built in: give the step"
@@ -330,15 +330,17 @@ def test_schedules_that_numpy_computes(is_of_batch: bool) -> None:
         run(np.exp, np.float64)
 
 
-def test_a_number_of_numpy_and_one_of_python_are_two() -> None:
-    """Either has a step of its own, in the batch. Control: they are equal."""
+@pytest.mark.parametrize("is_decided", [False, True])
+def test_a_number_of_numpy_and_one_of_python_are_two(is_decided: bool) -> None:
+    """Either has a step of its own, also where what it is rounded to decides. Control: they are equal."""
     model = nn.Linear(4, 4)
 
     def loss_fn(model: nn.Module, x: Tensor, share: float) -> Tensor:
-        return model(x).mean() * round(share, 2)
+        rounded = round(share, 2)
+        return model(x).mean() * ((1.0 if rounded > share else 2.0) if is_decided else rounded)
 
     step = capture_train_step(loss_fn, model, x_of(0), 0.3)
-    for share in (0.4, np.float64(0.615), 0.615, np.float64(0.615), 0.5, np.float64(0.7)):
+    for share in (0.4, np.float64(0.61), np.float64(0.615), 0.615, np.float64(0.615), np.float64(0.612), 0.5):
         assert step(x_of(0), share).item() == loss_fn(model, x_of(0), share).item()
     assert np.float64(0.615) == 0.615
 
