@@ -181,7 +181,8 @@ class Carried:
         """Puts a step's traced inputs there, of numbers their values; returns those that are drawn."""
         for place, at, kind in zip(self.places, self.same, self.kinds, strict=True):
             place.write(inputs[at] if kind is torch.Tensor else read_number(inputs[at], kind))
-        return [each.item() for each in inputs[len(self.places) :]]
+        drawn = zip(inputs[len(self.places) :], self.draws, strict=True)
+        return [read_number(number, draw.kind) for number, draw in drawn]
 
     def put_back(self, values: Sequence[Any]) -> None:
         """Puts back what :meth:`own` has read, where something else is."""

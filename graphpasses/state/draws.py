@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import get_ident
 from typing import Any
 from unittest import mock
@@ -28,14 +28,15 @@ class Draw:
     arguments: str  # what it was given
     args: tuple[Any, ...] = field(compare=False)
     kwargs: dict[str, Any] = field(compare=False)
+    kind: type = field(default=float, compare=False)  # of what it brought when the step was captured
 
     def number(self) -> Any:
         """Draws it; raises if no tensor can carry it."""
         value = self.function(*self.args, **self.kwargs)
-        if not is_carried_number(value):
+        if type(value) is not self.kind or not is_carried_number(value):
             raise CaptureError(
-                f"{self.name} brought {value!r}, and a number when the step was captured, which reads it as one. "
-                "Draw it before the step, and give it in the batch"
+                f"{self.name} brought {value!r}, and a number ({self.kind.__name__}) when the step was captured, "
+                "which reads it as one. Draw it before the step, and give it in the batch"
             )
         return value
 
@@ -105,11 +106,11 @@ def draws_traced(draws: Sequence[Draw], numbers: Sequence[Any]) -> Iterator[list
                 return function(*args, **kwargs)
             now = Draw(name, function, str(key), *copy.deepcopy((args, kwargs)))
             if len(found) < len(draws) and draws[len(found)] == now:
-                found.append(now)
+                found.append(draws[len(found)])
                 return numbers[len(found) - 1]
             value = function(*args, **kwargs)
             if is_carried_number(value):
-                found.append(now)
+                found.append(replace(now, kind=type(value)))
             return value
 
         return call
