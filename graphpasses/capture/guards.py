@@ -267,14 +267,14 @@ class Decisions:
                 by_numpy |= {name: decision.where for name, symbol in read.items() if self._is_of_numpy(symbol)}
         if by_numpy:
             name, where = next(iter(by_numpy.items()))
-            raise BuiltInError(f"loss_fn decides at {where} by what NumPy rounds {name} to", by_numpy.keys())
+            raise BuiltInError(f"loss_fn decides at {where} by what NumPy rounds {name} to", by_numpy)
         if built_in:
             name, where = next(iter(built_in.items()))
             raise BuiltInError(
                 f"forward changes {name} at each call, and at {where} gives it to an operator that builds it in, as "
                 "a dropout its rate: the step would be captured again at each call. Set it outside, and seldom, or "
                 "compute with it",
-                built_in.keys(),
+                built_in,
             )
 
     def _input_of(self, symbol: sympy.Symbol) -> str:

@@ -5,7 +5,7 @@ what else the step had built in and is something else now.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -47,8 +47,12 @@ Step: TypeAlias = Any
 _ADVICE = {
     "loss_fn decided": NO_DECISION,
     " decided by ": INSTEAD[0].upper() + INSTEAD[1:],
-    "np.float64(": "What NumPy's functions compute of numbers is built in: give the step what they bring",
 }
+_BUILT_IN_AT = (
+    ". It is built in at {}, as a dropout's rate is: change it seldom (there is a capture for every hundred calls), "
+    "or compute with it, as noise * std"
+)
+_BY_NUMPY = ". What NumPy's functions compute of it is built in: give the step what they bring"
 _ELSEWHERE = "on another rank, something is otherwise than it was"
 
 
@@ -56,6 +60,11 @@ _ALONE = (
     "on this rank alone, and the step for it launches other collectives than the other ranks do, or decides by "
     "values. Let loss_fn run the same modules on all ranks, or change that on all"
 )
+
+
+def _why_built_in(error: Exception) -> str:
+    text = str(error).partition("\n")[0]
+    return _BY_NUMPY if "ufunc" in text else f". It cannot be an input of the step: {text}"
 
 
 def _launch_alike(step: Step, other: Step) -> bool:
@@ -98,6 +107,7 @@ class GuardedCache:
         self._nums_captured = Counter({False: 1})  # by whether this rank did alone: the others count theirs alike
         self._num_calls = 0
         self._built_in: set[str] = set()  # paths of numbers that no step reads as inputs
+        self._why: dict[str, str] = {}  # by path of one that a step, or none, reads so
         self._device = next(nn.Module.parameters(first.model)).device
         self.consensus = RankConsensus.of_graph(first.graph, self._device)
         self.groups = self.consensus.groups  # the names of those with which the step communicates
@@ -239,9 +249,10 @@ class GuardedCache:
             )
         num_captured = self._nums_captured[self._is_alone]
         if num_captured >= MAX_STEPS + self._num_calls // _CALLS_FOR_ONE:
+            advice = next((f". {text}" for decider, text in _ADVICE.items() if decider in difference), "")
+            advice = advice or next((why for path, why in self._why.items() if difference.startswith(path)), "")
             raise CaptureError(
-                f"{difference}. The step was captured for {num_captured} such cases, and no more are kept"
-                f"{next((f'. {advice}' for decider, advice in _ADVICE.items() if decider in difference), '')}"
+                f"{difference}. The step was captured for {num_captured} such cases, and no more are kept{advice}"
             )
         step = self._captured_with_numbers(batch, given)
         step.seconds, step.recapture = first.seconds, first.recapture
@@ -284,14 +295,17 @@ class GuardedCache:
             except AgreementError:
                 raise
             except Exception as error:  # also torch's own, which cannot trace all that is computed of a number
-                found = paths.intersection(getattr(error, "paths", ()))
+                places: Mapping[str, str] = getattr(error, "paths", {})
+                found = paths.intersection(places)
                 goes_on = isinstance(error, FailedElsewhereError) or bool(found) or (bool(paths) and not is_last)
                 if not self.consensus.all_ranks([goes_on])[0]:
                     raise
                 if found:
                     by_value |= found
+                    self._why |= {path: _BUILT_IN_AT.format(places[path]) for path in found}
                 elif not isinstance(error, FailedElsewhereError):
                     self._built_in |= paths
+                    self._why |= dict.fromkeys(paths, _why_built_in(error))
 
     def _captured(self, batch: tuple[Any, ...], carried: Any, numbers: frozenset[str]) -> Step:
         first = self._last

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -76,9 +76,9 @@ class CarriedError(CaptureError):
 
 
 class BuiltInError(CaptureError):
-    """Numbers cannot be inputs of the step, which builds them in."""
+    """Numbers cannot be inputs of the step, which builds them in: by path, where."""
 
-    def __init__(self, message: str, paths: Collection[str]) -> None:
+    def __init__(self, message: str, paths: Mapping[str, str]) -> None:
         super().__init__(message)
         self.paths = paths
 

@@ -201,3 +201,18 @@ def test_numpy_computes_in_its_types(kind: str, num_captures: int) -> None:
     assert [step(x, each).item() for each in numbers] == [loss_fn(model, x, each).item() for each in numbers]
     assert len(step.captures) == num_captures
     assert float(0.11 * np.float32(0.3)) != 0.11 * float(np.float32(0.3))
+
+
+@pytest.mark.parametrize("is_decided", [False, True])
+def test_a_number_of_numpy_and_one_of_python_are_two(is_decided: bool) -> None:
+    """Either has a step of its own, also where what it is rounded to decides. Control: they are equal."""
+    model = nn.Linear(4, 4)
+
+    def loss_fn(model: nn.Module, x: Tensor, share: float) -> Tensor:
+        rounded = round(share, 2)
+        return model(x).mean() * ((1.0 if rounded > share else 2.0) if is_decided else rounded)
+
+    step = capture_train_step(loss_fn, model, x := batch(0)[0], 0.3)
+    for share in (0.4, np.float64(0.61), np.float64(0.615), 0.615, np.float64(0.615), np.float64(0.612), 0.5):
+        assert step(x, share).item() == loss_fn(model, x, share).item()
+    assert np.float64(0.615) == 0.615
