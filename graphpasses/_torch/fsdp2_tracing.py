@@ -30,6 +30,7 @@ from graphpasses._torch.fsdp2 import fsdp_groups, fsdp_states
 from graphpasses._torch.fsdp2_accumulation import unsharded_leaf
 from graphpasses._torch.operator_facts import read_tensors
 from graphpasses._torch.storage import memories
+from graphpasses._torch.tested_versions import RELEASE
 from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.identity import attributes_restored
 
@@ -316,9 +317,9 @@ def _reduce(group: FSDPParamGroup, index: int, call: dict[str, Any], reductions:
 
 def _check_dtypes(group: FSDPParamGroup, parameters: list[FSDPParam], gradients: list[Tensor], kept: Any) -> None:
     """Raises where ``foreach_reduce`` does: autograd may leave a gradient of another dtype than its parameter's, and
-    FSDP2 does not know in which the gradients of a group are ``kept`` that had none to train in its first forward.
+    FSDP2 did not know, before 2.14, in which the gradients of a group are ``kept`` that first trained nothing.
     """
-    if kept is None and any(each.param_dtype or each.reduce_dtype for each in parameters):
+    if RELEASE < (2, 14) and kept is None and any(each.param_dtype or each.reduce_dtype for each in parameters):
         raise CaptureError(
             f"FSDP2 group {fsdp2.group_name(group)!r} trains parameters, and trained none in the model's first "
             "forward, where FSDP2 reads in which dtypes it reduces: eager FSDP2 cannot reduce their gradients, or "
