@@ -7,6 +7,7 @@ part of graphpasses speaks of it by one name: the canonical one, which is the fi
 
 from __future__ import annotations
 
+import builtins
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -359,11 +360,10 @@ def containers_with_copies(value: Any) -> list[tuple[Any, Any]]:
     pending, left = [value] if type(value) in _OPENED else [], MAX_ITEMS
     while pending:
         each = pending.pop()
-        if type(each) not in _OPENED or id(each) in found:
+        if type(each) not in _OPENED or id(each) in found or each is vars(builtins):
             continue
         found[id(each)] = each, each if type(each) is tuple else each.copy()
-        left -= len(each)
-        if left >= 0:
+        if (left := left - len(each)) >= 0:
             pending += each.values() if isinstance(each, dict) else each
     return [pair for pair in found.values() if type(pair[0]) is not tuple]
 

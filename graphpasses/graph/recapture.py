@@ -155,7 +155,8 @@ class GuardedCache:
                 except _NeedsOthersError as error:  # the others may be late
                     if not self.consensus.all_come(error):
                         raise
-        differences = [self._difference(step, batch, looks=changed is not None) for step in self.steps]
+        last = self._last, changed, given
+        differences = [self._difference(step, batch, last) for step in self.steps]
         fits = self.consensus.all_ranks([difference is None for difference in differences])
         if True in fits:
             step = self.steps[fits.index(True)]
@@ -193,26 +194,15 @@ class GuardedCache:
     def _found_alone(self, batch: tuple[Any, ...]) -> Step | None:
         """Returns a step for a batch that launches what the last one does, which the others may go on with."""
         known = (*self.steps, *self.own)
-        fitting = (each for each in known if self._difference(each, batch, looks=True) is None)
+        fitting = (each for each in known if self._difference(each, batch) is None)
         return next((each for each in fitting if _launch_alike(each, self._last)), None)
 
-    def _difference(self, step: Step, batch: tuple[Any, ...], *, looks: bool) -> str | None:
-        """Says why a step is not for a batch; what it has built in is looked at first if it ``looks``, else last."""
-
-        def looked() -> str | None:
-            error, _, _ = _look(step, batch)
-            return None if error is None else str(error)
-
-        def decided() -> str | None:
-            try:
-                given = step.batch_structure.leaves(batch)
-            except CaptureError as error:
-                return str(error)
-            return self._decided(step, batch, given)
-
-        if looks:
-            return looked() or decided()
-        return decided() or (None if step is self._last else looked())
+    def _difference(self, step: Step, batch: tuple[Any, ...], last: tuple[Any, ...] = ()) -> str | None:
+        """Says why a step is not for a batch; of one of other sizes nothing is computed that decides. ``last`` is one
+        that was looked at, and what was found.
+        """
+        error, given = last[1:] if step in last[:1] else _look(step, batch)[::2]
+        return self._decided(step, batch, given) if error is None and given is not None else str(error)
 
     def _decided(self, step: Step, batch: tuple[Any, ...], given: Sequence[Any]) -> str | None:
         """Says what is decided otherwise than in a step."""

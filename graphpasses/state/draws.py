@@ -6,17 +6,18 @@ import copy
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from threading import get_ident
+from types import BuiltinMethodType, MethodType, ModuleType
 from typing import Any
-from unittest import mock
 
 import torch
 
 from graphpasses.errors import CaptureError
-from graphpasses.state.keys import is_carried_number, key_of, random_state
+from graphpasses.state.keys import FunctionStandIn, attributes_of, is_carried_number, key_of, random_state
+from graphpasses.state.origin import is_users_module
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def draws_traced(draws: Sequence[Draw], numbers: Sequence[Any]) -> Iterator[list
     def drawing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             frame = inspect.currentframe()
-            caller = frame and frame.f_back
+            caller = frame and frame.f_back and frame.f_back.f_back
             is_torchs = caller and caller.f_globals.get("__name__", "").partition(".")[0] == "torch"
             if is_torchs or get_ident() != thread or not (key := key_of((args, kwargs))).is_plain:
                 return function(*args, **kwargs)
@@ -115,12 +116,16 @@ def draws_traced(draws: Sequence[Draw], numbers: Sequence[Any]) -> Iterator[list
 
         return call
 
-    with ExitStack() as patches:
-        for module, generator in _generators():
-            for name, function in [*vars(module).items()]:
-                if getattr(function, "__self__", None) is generator and name not in _LEFT_OUT:
-                    drawn = drawing(f"{module.__name__}.{name}", function)
-                    patches.enter_context(mock.patch.object(module, name, drawn))
+    stand_ins = {
+        function: FunctionStandIn(function, drawing(f"{module.__name__}.{name}", function))
+        for module, generator in _generators()
+        for name, function in vars(module).items()
+        if getattr(function, "__self__", None) is generator and name not in _LEFT_OUT
+    }
+    with ExitStack() as restored:
+        for names, name, function in _places(stand_ins):
+            restored.callback(names.__setitem__, name, function)
+            names[name] = stand_ins[function]
         yield found
 
 
@@ -131,5 +136,20 @@ def _generators() -> Iterator[tuple[Any, Any]]:
         yield numpy.random, numpy.random.get_state.__self__
 
 
+def _places(functions: Collection[Any]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Yields the globals that have one of these functions, also those of ``from random import random``."""
+    for module in [*sys.modules.values()]:
+        if not isinstance(module, ModuleType) or module in _WITHOUT:
+            continue
+        names = attributes_of(module) or {}  # not `vars`, which is watched
+        found = [(name, each) for name, each in names.items() if type(each) in _METHODS and each in functions]
+        if not found and not is_users_module(module):
+            _WITHOUT.add(module)
+        for name, each in found:
+            yield names, name, each
+
+
+_METHODS = MethodType, BuiltinMethodType
+_WITHOUT: set[ModuleType] = set()  # of the libraries', which stay as they are
 # What draws nothing, and bits, of which a tensor carries as many as it can.
 _LEFT_OUT = {"seed", "getstate", "setstate", "get_state", "set_state", "getrandbits"}

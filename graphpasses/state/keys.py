@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 import enum
 import functools
 import pickle
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
@@ -31,6 +32,8 @@ PLAIN = (
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
 )  # fmt: skip
 CONTAINERS = (dict, list, tuple, deque, set, frozenset)
+# All globals hold it (`vars(module)`), and a trace puts functions of its own there.
+_BUILTINS = (id(vars(builtins)),)
 _MAX_DEPTH = 100
 MISSING: Any = object()
 CachedFunction = type(functools.lru_cache(lambda: None))
@@ -71,6 +74,17 @@ class Key(NamedTuple):
 ABSENT = Key(type(None), "absent")
 
 
+@dataclass(frozen=True)
+class FunctionStandIn:
+    """What stands in a function's place while a step is traced."""
+
+    function: Callable[..., Any]
+    call: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+
 def key_of(value: Any) -> Key:
     """Returns the key of a value.
 
@@ -78,7 +92,7 @@ def key_of(value: Any) -> Key:
     ``nan`` is one value. Containers are told by their items, arrays by their bytes, all else by identity; of torch's
     own objects, as a ``GradScaler``, the tensors that they hold count, too. :data:`MISSING` is absent.
     """
-    return ABSENT if value is MISSING else _key(value, [MAX_ITEMS], ())
+    return ABSENT if value is MISSING else _key(value, [MAX_ITEMS], _BUILTINS)
 
 
 def _key(value: Any, left: list[int], inside: tuple[int, ...]) -> Key:
@@ -140,7 +154,7 @@ def items_of(value: Any) -> list[tuple[Any, Any]]:
     """Returns what a container holds, by key or place; nothing of one that is told by identity, as it holds more."""
     kind: Any = type(value)
     base = container_of(kind)
-    if base.__len__(value) > MAX_ITEMS:
+    if base.__len__(value) > MAX_ITEMS or id(value) in _BUILTINS:
         return []
     return [*(base.items(value) if issubclass(base, dict) else enumerate(base.__iter__(value)))]
 

@@ -213,6 +213,7 @@ class Owner:
     def add(self, name: Any, path: str | None = None, *, value: Any = ...) -> Slot:
         """Reads a name, whose path is by default the owner's and the name; ``value`` is what was read already."""
         value = read(self.value, name) if value is ... else value
+        value = value.function if isinstance(value, keys.FunctionStandIn) else value
         slot = Slot(f"{self.path}.{name}".lstrip(".") if path is None else path, name, value, key_of(value))
         self.slots[name] = slot
         return slot

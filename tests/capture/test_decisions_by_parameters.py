@@ -179,3 +179,14 @@ def test_without_recapture() -> None:
         CaptureError, match=r"^loss_fn decided by a tensor's value at .* in sign: it was (True|False)"
     ):
         step(x)
+
+
+def test_batches_of_other_sizes_are_not_decided_by_steps_that_are_not_for_them() -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        loss = model(x).view(len(x), -1).square().mean()
+        return loss + 1 if loss < 10 else loss
+
+    step, x = capture_train_step(loss_fn, model := nn.Linear(4, 4), batches()[0]), batches()[1]
+    for num in (5, 6, 6, 5, 5):  # 24 numbers are no five rows
+        assert same_bits(step(x[:num]), loss_fn(model, x[:num]).detach())
+    assert len(step.captures) == 2

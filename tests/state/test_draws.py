@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from random import uniform
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from graphpasses.identity import same_bits
 from graphpasses.state.draws import draw_states
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
+GENERATOR = random.random.__self__  # type: ignore[attr-defined]
 
 
 def mixed(model: nn.Module, x: Tensor) -> Tensor:
@@ -48,6 +50,11 @@ def forced(model: nn.Module, x: Tensor) -> Tensor:
     return y.square().mean()
 
 
+def imported(model: nn.Module, x: Tensor) -> Tensor:
+    share = uniform(0.0, 1.0)
+    return (share * model(x) if share < 0.5 else model(x)).square().mean()
+
+
 def trained(loss_fn: Loss, *, is_captured: bool, first: int = 0) -> tuple[list[Tensor], Any]:
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(first)  # type: ignore[operator]
@@ -74,7 +81,7 @@ def trained(loss_fn: Loss, *, is_captured: bool, first: int = 0) -> tuple[list[T
     return found, step
 
 
-NUM_CAPTURES = {mixed: 1, guided: 2, cropped: 1, chosen: 1, forced: 2}
+NUM_CAPTURES = {mixed: 1, guided: 2, cropped: 1, chosen: 1, forced: 2, imported: 2}
 
 
 @pytest.mark.parametrize(("loss_fn", "num_captures"), NUM_CAPTURES.items())
@@ -83,6 +90,7 @@ def test_as_eager(loss_fn: Loss, num_captures: int) -> None:
     found, step = trained(loss_fn, is_captured=True)
     assert all(map(same_bits, found, expected))
     assert len(step.captures) == num_captures
+    assert (uniform, random.uniform) == (GENERATOR.uniform, GENERATOR.uniform)
 
 
 def test_other_numbers_show() -> None:

@@ -51,6 +51,8 @@ class OfClass:
 
 SETTINGS, NAMESPACE, FROZEN, OF_CLASS = Settings(), SimpleNamespace(scale=1.0), Frozen(), OfClass()
 TABLE = {"scale": lambda: SCALE}
+MADE: dict[str, Any] = {}
+exec("SCALE = 1.0\nscale = lambda: SCALE", MADE)
 OPTIMIZER = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)
 SCHEDULER = torch.optim.lr_scheduler.StepLR(OPTIMIZER, 1, 0.5)
 
@@ -100,6 +102,9 @@ READS: dict[str, tuple[Callable[[], float], Callable[[], Any], str]] = {
     "match": (lambda: matched(SETTINGS), set_setting, "SETTINGS.scale"),
     "__dict__": (lambda: SETTINGS.__dict__["scale"], set_setting, "SETTINGS.scale"),
     "vars": (lambda: vars(SETTINGS)["scale"], set_setting, "SETTINGS.scale"),
+    "all of a module": (lambda: {**vars(sys.modules[__name__])}[NAME], set_scale, "test_outside_running.SCALE"),
+    # Both have Python's builtins, which a trace changes.
+    "globals in a dict": (lambda: MADE["scale"](), functools.partial(MADE.update, SCALE=2.0), "MADE['SCALE']"),
     "a scheduler": (lambda: SCHEDULER.get_last_lr()[0], set_rate, "SCHEDULER._last_lr[0]"),
     "singledispatch": (lambda: scale_of(1.0), set_scale, "SCALE"),
     "a table": (lambda: TABLE["scale"](), set_scale, "SCALE"),
