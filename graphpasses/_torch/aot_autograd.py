@@ -29,6 +29,7 @@ from graphpasses._torch import pytree
 from graphpasses._torch.aot_values import gradients_whole
 from graphpasses._torch.decompose import decompose
 from graphpasses._torch.dynamo import leave_optimizers
+from graphpasses._torch.eager_formulas import FORMULAS
 from graphpasses._torch.fx_graphs import copy_module
 from graphpasses._torch.schemas import bound_arguments, writes_arguments
 from graphpasses._torch.step_tracer import backwards_end
@@ -58,14 +59,6 @@ class Stages(NamedTuple):
 _ABOVE_FORMULAS = torch.DispatchKey.Autograd, torch.DispatchKey.CompositeImplicitAutograd
 # Selects elements, so has the same bits; torch's formulas for the C++ kernels take no sizes that vary.
 _SAME_BITS = torch.ops.aten.softshrink, torch.ops.aten.hardshrink
-
-
-def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
-    """Computes what eager does; its C++ draws in place, in the order of memory, which has no functional form."""
-    if not train or p in (0, 1):
-        return x if not train or p == 0 else x * torch.zeros((), dtype=x.dtype, device=x.device)
-    dropped, mask = torch.native_dropout(x, p, train)
-    return x * mask.to(x.dtype).div(1 - p) if x.device.type == "cpu" else dropped
 
 
 def _bernoulli(x: Tensor, p: float, *, generator: torch.Generator | None = None) -> Tensor:
@@ -137,8 +130,8 @@ def operators_of_eager(note: Callable[[str], None]) -> Iterator[None]:
     eager |= {name: functools.partial(_answer, note, handlers[name]) for name in _ASKS if name in handlers}
     try:
         for overload, key, _ in removed:
-            if overload is torch.ops.aten.dropout.default:
-                overload.py_kernels[key] = _dropout
+            if overload in FORMULAS:
+                overload.py_kernels[key] = FORMULAS[overload]
             overload._dispatch_cache.clear()
         with (
             config.patch(enable_dynamo_decompositions=False, trace_numpy=False),

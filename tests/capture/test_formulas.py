@@ -257,3 +257,22 @@ def test_products_without_a_gradient() -> None:
     model = nn.Linear(4, 3)
     step = capture_train_step(lambda model, x: model(x).sum() * model(x).detach().prod() / x.prod(), model, X)
     assert same_bits(step(X), (model(X).sum() * model(X).prod() / X.prod()).detach())
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+@pytest.mark.parametrize("how", [{"size": True}, {"scale_factor": 1.5}])
+def test_resized_to_sizes_that_vary_compiled(mode: str, how: dict[str, Any]) -> None:
+    def forward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        given = {"size": x.shape[-2:]} if "size" in how else how
+        return nn.functional.interpolate(model(x), mode=mode, **given).square().mean()
+
+    models = [nn.Conv2d(1, 2, 3, stride=2) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    compiled = graphpasses.compile(forward, inner="aot_eager")
+    for size in (9, 8, 11):
+        x = torch.randn(2, 1, size, 7, generator=torch.Generator().manual_seed(size))
+        losses = [run(model, x) for run, model in zip((forward, compiled), models, strict=True)]
+        for loss in losses:
+            loss.backward()
+        assert same_bits(*losses)
+        assert same_bits(*(model.weight.grad for model in models))
