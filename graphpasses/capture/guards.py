@@ -267,7 +267,8 @@ class Decisions:
                 by_numpy |= {name: decision.where for name, symbol in read.items() if self._is_of_numpy(symbol)}
         if by_numpy:
             name, where = next(iter(by_numpy.items()))
-            raise BuiltInError(f"loss_fn decides at {where} by what NumPy rounds {name} to", by_numpy)
+            text = f"loss_fn decides at {where} by what NumPy rounds {name} to; let Python round float(number)"
+            raise BuiltInError(text, by_numpy)
         if built_in:
             name, where = next(iter(built_in.items()))
             raise BuiltInError(

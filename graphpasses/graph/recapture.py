@@ -155,8 +155,8 @@ class GuardedCache:
                 except _NeedsOthersError as error:  # the others may be late
                     if not self.consensus.all_come(error):
                         raise
-        last = self._last, changed, given
-        differences = [self._difference(step, batch, last) for step in self.steps]
+        of_last = changed, given
+        differences = [self._difference(s, batch, of_last if s is self._last else None) for s in self.steps]
         fits = self.consensus.all_ranks([difference is None for difference in differences])
         if True in fits:
             step = self.steps[fits.index(True)]
@@ -197,11 +197,11 @@ class GuardedCache:
         fitting = (each for each in known if self._difference(each, batch) is None)
         return next((each for each in fitting if _launch_alike(each, self._last)), None)
 
-    def _difference(self, step: Step, batch: tuple[Any, ...], last: tuple[Any, ...] = ()) -> str | None:
-        """Says why a step is not for a batch; of one of other sizes nothing is computed that decides. ``last`` is one
-        that was looked at, and what was found.
+    def _difference(self, step: Step, batch: tuple[Any, ...], looked: tuple[Any, Any] | None = None) -> str | None:
+        """Says why a step is not for a batch; of one of other sizes nothing is computed that decides. What a look
+        has told is ``looked``, if there was one.
         """
-        error, given = last[1:] if step in last[:1] else _look(step, batch)[::2]
+        error, given = looked or _look(step, batch)[::2]
         return self._decided(step, batch, given) if error is None and given is not None else str(error)
 
     def _decided(self, step: Step, batch: tuple[Any, ...], given: Sequence[Any]) -> str | None:

@@ -96,14 +96,15 @@ def draws_traced(draws: Sequence[Draw], numbers: Sequence[Any]) -> Iterator[list
     are given what only running tells, which is refused elsewhere.
     """
     found: list[Draw] = []
-    thread = get_ident()
+    thread, is_over = get_ident(), False
 
     def drawing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             frame = inspect.currentframe()
             caller = frame and frame.f_back and frame.f_back.f_back
             is_torchs = caller and caller.f_globals.get("__name__", "").partition(".")[0] == "torch"
-            if is_torchs or get_ident() != thread or not (key := key_of((args, kwargs))).is_plain:
+            is_steps = not (is_over or is_torchs) and get_ident() == thread
+            if not is_steps or not (key := key_of((args, kwargs))).is_plain:
                 return function(*args, **kwargs)
             now = Draw(name, function, str(key), *copy.deepcopy((args, kwargs)))
             if len(found) < len(draws) and draws[len(found)] == now:
@@ -126,7 +127,10 @@ def draws_traced(draws: Sequence[Draw], numbers: Sequence[Any]) -> Iterator[list
         for names, name, function in _places(stand_ins):
             restored.callback(names.__setitem__, name, function)
             names[name] = stand_ins[function]
-        yield found
+        try:
+            yield found
+        finally:
+            is_over = True  # a module that was imported meanwhile keeps what it found
 
 
 def _generators() -> Iterator[tuple[Any, Any]]:
