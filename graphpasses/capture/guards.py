@@ -256,14 +256,21 @@ class Decisions:
         """Raises if operators build in fractions that are others at each call, or code decides by what NumPy rounds,
         which it does otherwise than conditions have it.
         """
+        names = {node: item.fqn for node, (item, _) in zip(self._slices.placeholders, self._inputs, strict=False)}
+
+        def input_of(symbol: sympy.Symbol) -> str:
+            node, _ = self._slices.bound.get(symbol, (None, None))
+            source: Any = node.args[0] if node is not None and node.args else None
+            return names.get(source, "")
+
         built_in: dict[str, str] = {}  # and where
         by_numpy: dict[str, str] = {}
         for decision in decisions:
             for symbol in {each for pair in decision.condition.atoms(sympy.Eq) for each in pair.free_symbols}:
-                if not symbol.is_integer and (name := self._input_of(symbol)) in self._carried:
+                if not symbol.is_integer and (name := input_of(symbol)) in self._carried:
                     built_in.setdefault(name, decision.where)
             if rounds_to_digits(decision.condition):
-                read = {self._input_of(symbol): symbol for symbol in decision.condition.free_symbols}
+                read = {input_of(symbol): symbol for symbol in decision.condition.free_symbols}
                 by_numpy |= {name: decision.where for name, symbol in read.items() if self._is_of_numpy(symbol)}
         if by_numpy:
             name, where = next(iter(by_numpy.items()))
@@ -277,13 +284,6 @@ class Decisions:
                 "compute with it",
                 built_in,
             )
-
-    def _input_of(self, symbol: sympy.Symbol) -> str:
-        """Returns the name of the input of which a number was read; an empty one for others."""
-        node, _ = self._slices.bound.get(symbol, (None, None))
-        source: Any = node.args[0] if node is not None and node.args else None
-        names = {node: item.fqn for node, (item, _) in zip(self._slices.placeholders, self._inputs, strict=False)}
-        return names.get(source, "")
 
     def _is_of_numpy(self, symbol: sympy.Symbol) -> bool:
         node, _ = self._slices.bound.get(symbol, (None, None))
