@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
+from sympy.logic.boolalg import BooleanFunction  # type: ignore[import-untyped]
 from torch.utils._sympy.functions import RoundDecimal
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -76,3 +79,25 @@ def as_function(condition: sympy.Basic) -> Callable[[Mapping[sympy.Symbol, Any]]
 def as_number(value: bool | int | float) -> sympy.Basic:
     """Returns what a value is in conditions on symbols: a number, also for a bool."""
     return sympy.sympify(int(value) if isinstance(value, bool) else value)
+
+
+def is_of_equalities(condition: sympy.Basic) -> bool:
+    """Whether a condition asks only which numbers are equal."""
+    return not condition.atoms(sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge)
+
+
+@functools.lru_cache(4096)
+def usual_truth(condition: sympy.Basic) -> bool | None:
+    """Returns whether a condition on sizes is true of all but a few sizes; None if that depends, or of no condition.
+
+    Example:
+        >>> u, v = sympy.symbols("u v", integer=True)
+        >>> usual_truth(sympy.Eq(5 * u, 35)), usual_truth(sympy.Eq(u, v)), usual_truth(u < 7)
+        (False, None, None)
+    """
+    symbols = sorted(condition.free_symbols, key=str)
+    if not symbols or not isinstance(condition, (sympy.Rel, BooleanFunction)):
+        return None
+    tried = [dict(zip(symbols, itertools.count(size, step))) for size in (2, 3, 1009) for step in (0, 1)]
+    truths = {bool(condition.xreplace(sizes)) for sizes in tried}
+    return truths.pop() if len(truths) == 1 else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any, cast
 from unittest import mock
@@ -14,6 +13,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from graphpasses._torch import pytree
+from graphpasses._torch.fake_mode import fake_errors_unlogged
 from graphpasses._torch.schemas import writes_arguments
 from graphpasses._torch.symbols import expression
 
@@ -106,11 +106,9 @@ def fake_call_for_all_sizes(
 
     cached = {} if shape_env.backed_var_to_val else shape_env.fake_tensor_cache  # one may have decided by a hint
     asked: Any = {"evaluate_expr": known, "guard_or_defer_runtime_assert": known, "fake_tensor_cache": cached}
-    # torch logs what its functions for fake tensors raise.
-    silent = mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
     contiguous = mock.patch.object(_prims_common, "is_contiguous", _is_contiguous)
     try:
-        with mock.patch.multiple(shape_env, **asked), contiguous, silent:
+        with mock.patch.multiple(shape_env, **asked), contiguous, fake_errors_unlogged():
             return fake_call(mode, target, args, kwargs)
     # Ours, or what an operator makes of it; or that of a call that cannot be. Nothing is known then, or proved.
     except Exception:

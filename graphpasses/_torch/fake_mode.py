@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 from unittest import mock
 
@@ -282,6 +283,11 @@ def outside_tracing() -> Iterator[None]:
     """
     with no_dispatch(), real_tensors():
         yield
+
+
+def fake_errors_unlogged() -> AbstractContextManager[Any]:
+    """Lets torch not log what its functions for fake tensors raise, and so keep their frames."""
+    return mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
 
 
 @contextmanager

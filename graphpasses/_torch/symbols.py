@@ -22,7 +22,7 @@ from torch.types import py_sym_types
 from torch.utils._pytree import SequenceKey, key_get, tree_map
 
 from graphpasses._torch import pytree
-from graphpasses._torch.conditions import as_number
+from graphpasses._torch.conditions import as_number, is_of_equalities, usual_truth
 from graphpasses._torch.traced_floats import comparisons_told, functions_traced, symbols_behind
 
 
@@ -220,13 +220,15 @@ def decided_by_values(
     value_of: Callable[[fx.GraphModule, sympy.Symbol], Any],
     decided: Callable[[sympy.Basic], None],
     excluded: Callable[[fx.GraphModule, sympy.Symbol, list[int]], bool] = lambda traced, symbol, sizes: False,
+    is_asked: Callable[[], bool] = lambda: False,
 ) -> Iterator[fx.GraphModule]:
     """Lets the code that the block traces decide by the values that symbols have in this run.
 
     ``value_of`` gets what was traced so far, and returns None where a symbol must not decide; ``decided`` is told
-    what torch takes for true of symbols. Of a size that only running tells, and which must not decide, a question may
-    have one answer for all sizes but 0 and 1: it is that if ``excluded`` returns True, which gets the size and which
-    of the two have the other answer. Yields what is traced; it grows.
+    what torch takes for true of symbols. Of sizes that only running tells, a question may have one answer for all but
+    a few: a function of torch gets that where it need not know, as it asks whether to copy what may be contiguous, or
+    if it ``is_asked`` already for which sizes it goes another way; else of a size that must not decide, if
+    ``excluded``, which gets it and which of 0 and 1 have the other answer, returns True. Yields what is traced.
     """
     mode: Any = proxy_tensor.get_proxy_mode()
     # What torch itself decides by where it propagates real tensors. Each such decision becomes a runtime assertion,
@@ -238,6 +240,7 @@ def decided_by_values(
     evaluate = shape_env._inner_evaluate_expr
     put = torch.Tensor.__setitem__
 
+    decided_sizes: set[sympy.Symbol] = set()  # by which the block decides now
     num_assumed = 0  # decisions that torch made by values
 
     def assume(condition: Any, message: str, *args: Any, **kwargs: Any) -> Any:
@@ -249,17 +252,24 @@ def decided_by_values(
         return defer(condition, message, *args, **kwargs)
 
     def answer(question: sympy.Basic, *args: Any) -> Any:
+        symbols = question.free_symbols
+        if args[-1] is not None:
+            need_not_know = is_of_equalities(question) and all(map(shape_env.is_unbacked_symint, symbols))
+        else:
+            need_not_know = is_asked() and symbols <= shape_env.size_like - decided_sizes
+        if need_not_know and (usual := usual_truth(question)) is not None:
+            return usual
         before = num_assumed
         try:
             truth = evaluate(question, *args)
-            if num_assumed == before and not all(each.is_integer for each in question.free_symbols):
+            if num_assumed == before and not all(each.is_integer for each in symbols):
                 tell([question if truth else ~question])  # which sympy knows without values, as of v < v + 1
             return truth
         except symbolic_shapes.GuardOnDataDependentSymNode:
             usual = shape_env._maybe_evaluate_static(question, size_oblivious=True)
-            if usual is None or len(question.free_symbols) != 1:
+            if usual is None or len(symbols) != 1:
                 raise
-            (symbol,) = question.free_symbols
+            (symbol,) = symbols
             if not excluded(traced, symbol, [size for size in (0, 1) if question.xreplace({symbol: size}) != usual]):
                 raise
             return usual
@@ -280,7 +290,13 @@ def decided_by_values(
 
     def is_one(size: int | torch.SymInt) -> bool:
         """Decides: torch takes a size that only running tells for another than 1, where eager removes such a dim."""
-        return (not isinstance(size, torch.SymInt) or size.node.expr in values) and bool(size == 1)
+        if not isinstance(size, torch.SymInt) or size.node.expr not in values:
+            return type(size) is int and size == 1
+        decided_sizes.add(size.node.expr)
+        try:
+            return bool(size == 1)
+        finally:
+            decided_sizes.clear()
 
     def set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
         # Eager removes leading ones of what it puts at indices.
@@ -318,6 +334,12 @@ def decided_by_values(
         functions_traced(),
     ):
         yield traced
+
+
+def decide(condition: sympy.Basic) -> bool:
+    """Returns whether a condition on symbols is true in this run, by which the code that is traced decides."""
+    context: Any = TracingContext.try_get()
+    return bool(context.fake_mode.shape_env.evaluate_expr(condition))
 
 
 @contextmanager

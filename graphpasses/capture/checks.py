@@ -12,12 +12,10 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
-from torch.nn import functional as F
 
 from graphpasses._torch.conditions import as_text
 from graphpasses._torch.fake_calls import fake_call
 from graphpasses._torch.fake_mode import outside_tracing
-from graphpasses._torch.operator_facts import autograd_node
 from graphpasses._torch.symbols import size_at
 from graphpasses.capture.traced_lines import frames_to_user, is_traced_code
 from graphpasses.graph.nodes import argument
@@ -149,20 +147,6 @@ def _number_at(node: fx.Node, path: Any) -> fx.Node | None:
 
 def _origin(node: fx.Node) -> dict[str, Any]:
     return {key: value for key, value in node.meta.items() if key != "unbacked_bindings"}
-
-
-# What asks for a number of elements only to spare work: its result is empty, too.
-_EMPTY_OF_EMPTY = frozenset({"CummaxBackward0", "CumminBackward0", "CumsumBackward0", "LogcumsumexpBackward0"})
-_DROPOUTS: Any = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
-_CODE_OF_DROPOUTS = frozenset(dropout.__code__ for dropout in _DROPOUTS)
-
-
-def spares_work() -> bool:
-    """Whether what asks now for a number of elements returns as many: if there are none, all ways are the same."""
-    *torchs, last = frames_to_user()
-    if not is_traced_code(last):
-        return autograd_node() in _EMPTY_OF_EMPTY
-    return any(frame.f_code in _CODE_OF_DROPOUTS for frame in torchs)
 
 
 def user_asks() -> bool:

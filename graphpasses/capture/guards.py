@@ -19,12 +19,12 @@ from graphpasses._torch.operator_facts import asking
 from graphpasses._torch.schemas import inner_names, is_tensor_subclass
 from graphpasses._torch.symbols import bound_symbols, value_at
 from graphpasses._torch.traced_floats import as_numpy
+from graphpasses._torch.ways_by_size import WaysBySize
 from graphpasses.capture.checks import (
     assert_of_sizes,
     assert_truth,
     checked_truth,
     reads_bool,
-    spares_work,
     user_asks,
 )
 from graphpasses.capture.number_indexes import IndexesTraced
@@ -80,13 +80,15 @@ class Decisions:
         self._values: dict[Symbol, Any] = {}
         self._decisions: list[Decision] = []
         self._asserted: set[sympy.Basic] = set()  # of what only running tells
+        self._ways = WaysBySize()
         self._by_parameters: dict[Symbol, str] = {}  # what follows from parameters, and where it is asked for
         self._traced: Any = None
         self._refusal = ""
         try:
-            with traced_symbols.decided_by_values(self._value_of, self._decided, self._excluded) as traced:
+            told = self._value_of, self._decided, self._excluded, self._ways.is_asked
+            with traced_symbols.decided_by_values(*told) as traced:
                 self._traced = traced
-                with IndexesTraced(self._is_fixed):
+                with IndexesTraced(self._is_fixed, self._ways_decided):
                     yield
                 self.guards = self._make_guards(traced)
         except traced_symbols.UNDECIDED as error:
@@ -146,13 +148,29 @@ class Decisions:
         """Lets the step raise where a size that only running tells is one of these; whether it can."""
         if symbol not in self._slices.bound or user_asks():
             return False
-        for size in sizes:
-            if size == 1 or not spares_work():
-                asks, rows = f"{asking(traced)} ({user_line()})", "one row" if size else "no rows"
-                message = f"{asks} goes another way in eager with {rows}, as were selected: run this batch eagerly"
-                if not self._assert(sympy.Ne(symbol, size), message):
-                    return False
-        return True
+        where = f"{asking(traced)} ({user_line()})"
+        return self._ways.is_asked() or all(self._is_other(symbol, size, where) for size in sizes)
+
+    @contextmanager
+    def _ways_decided(self, func: Any, args: Any, kwargs: Any) -> Iterator[None]:
+        """Decides by sizes at which eager computes a function otherwise; of what only running tells it asserts."""
+        for symbol, size, makes_a_difference in self._ways.differing(func, args, kwargs):
+            self._slices.follow(self._traced.graph)
+            if symbol in self._values or self._slices.refusal(symbol) is None:
+                if makes_a_difference or self._value_of(self._traced, symbol) == size:
+                    traced_symbols.decide(sympy.Eq(symbol, size))
+            elif makes_a_difference:
+                where = f"{getattr(func, '__name__', func)} ({user_line()})"
+                if not self._is_other(symbol, size, where):
+                    raise _undecided(where)
+        with self._ways.running():
+            yield
+
+    def _is_other(self, symbol: Symbol, size: int, where: str) -> bool:
+        """Lets the step raise where a number of rows is one with which eager goes another way; whether it can."""
+        rows = {0: "no rows", 1: "one row"}.get(size, f"{size} rows")
+        message = f"{where} goes another way in eager with {rows}, as were selected: run this batch eagerly"
+        return self._assert(sympy.Ne(symbol, size), message)
 
     def _assert(self, condition: sympy.Basic, message: str) -> bool:
         """Lets the step assert a condition, once; whether it can."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import EllipsisType
 from typing import Any
 
@@ -21,12 +22,18 @@ class IndexesTraced(TorchFunctionMode):
 
     torch asks such an index for its value when a tensor is indexed by it, which is no decision: eager calls
     ``aten.select`` and ``aten.slice``, and so does the block. Nor is it one to make a tensor of a number
-    (``torch.tensor(n / 10)``). ``is_fixed`` tells of a number whether it is the same at each step.
+    (``torch.tensor(n / 10)``). ``is_fixed`` tells of a number whether it is the same at each step. ``ways_decided``
+    surrounds each call of a function.
     """
 
-    def __init__(self, is_fixed: Callable[[torch.SymInt], bool]) -> None:
+    def __init__(
+        self,
+        is_fixed: Callable[[torch.SymInt], bool],
+        ways_decided: Callable[[Any, Any, Any], AbstractContextManager[None]],
+    ) -> None:
         super().__init__()
         self._is_fixed = is_fixed
+        self._ways_decided = ways_decided
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a function of torch, or selects what it would."""
@@ -43,7 +50,8 @@ class IndexesTraced(TorchFunctionMode):
         number: Any = args[0] if args else None
         if func in (torch.tensor, torch.as_tensor) and type(number) in (torch.SymFloat, torch.SymInt):
             return torch.ops.aten.lift_fresh.default(torch.full((), number, **(kwargs or {})))
-        return func(*args, **(kwargs or {}))
+        with self._ways_decided(func, args, kwargs or {}):
+            return func(*args, **(kwargs or {}))
 
     def _selected(self, tensor: torch.Tensor, index: tuple[Any, ...]) -> torch.Tensor:
         """Applies an index one by one, by the operators that torch calls."""

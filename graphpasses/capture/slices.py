@@ -22,10 +22,11 @@ from graphpasses.graph.nodes import reach, storages
 
 aten = torch.ops.aten
 
-# Operators of whose results the sizes follow from the values of one argument, and the shapes of the others.
-_SIZED_BY = {
+# Operators of whose results the sizes follow from the values of some arguments, and the shapes of the others.
+_SIZED_BY: dict[str, int | slice] = {
     "aten.index.Tensor": 1,
     "aten.masked_select.default": 1,
+    "aten.slice.Tensor": slice(1, None),
     **SIZED_BY_OFFSETS,
 }
 # Operators of whose first argument the shape counts, not the values.
