@@ -13,13 +13,13 @@ import tyro
 
 from experiments.harness.outcome import Outcome, Outcomes, counted
 from experiments.random_programs.loop import Loop
-from experiments.random_programs.program import BrokenProgram, Program
+from experiments.random_programs.program import BrokenProgram, Program, RowsProgram
 from experiments.random_programs.running import judge
 from graphpasses.parity.launch import RankError, run_ranks
 
 
 def main(
-    kind: Literal["programs", "loops", "broken"] = "programs",
+    kind: Literal["programs", "loops", "broken", "rows"] = "programs",
     first: int = 0,
     num: int = 50,
     num_ranks: int = 1,
@@ -32,7 +32,7 @@ def main(
 
     Args:
         kind: whether forwards do all they can, or loops over models as users have them, between their steps, or
-            forwards that are compiled and break their graphs.
+            forwards that are compiled and break their graphs, or those with numbers of rows that values give.
         first: seed.
         num: number of seeds.
         num_ranks: processes, over which FSDP2 shards the model if there are several.
@@ -43,7 +43,7 @@ def main(
     folder = out or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     outcomes, context = Outcomes(folder / f"outcomes_{first}.jsonl"), multiprocessing.get_context("fork")
-    make = {"programs": Program, "loops": Loop, "broken": BrokenProgram}[kind]
+    make = {"programs": Program, "loops": Loop, "broken": BrokenProgram, "rows": RowsProgram}[kind]
     for seed in range(first, first + num):
         if num_ranks > 1:
             try:

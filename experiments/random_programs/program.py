@@ -164,6 +164,21 @@ class BrokenProgram(Program):
         self._weights = {**dict.fromkeys(self._weights, 0), "pure": 5, "parameters": 5, "inplace": 2, "views": 8}
 
 
+class RowsProgram(Program):
+    """A program that computes with as many rows as values of its batch, or of its activations, give: none to all.
+
+    Args:
+        seed: decides all.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._values = []
+        self._weights = {**dict.fromkeys(self._weights, 0), "pure": 2, "parameters": 2, "rows": 2, "cuts": 8}
+
+    is_compiled = False  # Dynamo breaks its graphs there
+
+
 def lines_of(statement: str) -> list[str]:
     statement = statement.replace("BREAK", "torch._dynamo.graph_break()")
     lines = [line for block in statement.split(" ;; ") for line in block.split(" ; ")]

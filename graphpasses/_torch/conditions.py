@@ -10,7 +10,7 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 from sympy.logic.boolalg import BooleanFunction  # type: ignore[import-untyped]
-from torch.utils._sympy.functions import RoundDecimal
+from torch.utils._sympy.functions import Max, RoundDecimal
 from torch.utils._sympy.printers import PythonPrinter
 
 # What printed conditions may call.
@@ -101,3 +101,17 @@ def usual_truth(condition: sympy.Basic) -> bool | None:
     tried = [dict(zip(symbols, itertools.count(size, step))) for size in (2, 3, 1009) for step in (0, 1)]
     truths = {bool(condition.xreplace(sizes)) for sizes in tried}
     return truths.pop() if len(truths) == 1 else None
+
+
+def sizes_at_zero(expression: Any, symbol: sympy.Symbol) -> list[int]:
+    """Returns the sizes above 1 at which an expression of one size is zero; a dim of no rows counts as one of one.
+
+    Example:
+        >>> u = sympy.Symbol("u", integer=True)
+        >>> sizes_at_zero(5 * Max(1, u) - 35, u)
+        [7]
+    """
+    found = sympy.sympify(expression).replace(Max, lambda *of: next(each for each in of if each != 1))
+    if found.free_symbols != {symbol} or not found.is_polynomial(symbol):
+        return []
+    return [int(root) for root in sympy.roots(found, symbol) if root.is_integer and root > 1]

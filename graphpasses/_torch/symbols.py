@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -22,7 +21,7 @@ from torch.types import py_sym_types
 from torch.utils._pytree import SequenceKey, key_get, tree_map
 
 from graphpasses._torch import pytree
-from graphpasses._torch.conditions import as_number, is_of_equalities, usual_truth
+from graphpasses._torch.conditions import as_number, is_of_equalities, sizes_at_zero, usual_truth
 from graphpasses._torch.traced_floats import comparisons_told, functions_traced, symbols_behind
 
 
@@ -191,7 +190,8 @@ UNTRACEABLE = (fake_tensor.DynamicOutputShapeException, fake_tensor.UnsupportedO
 
 _aten = torch.ops.aten
 
-_SQUEEZES = (_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims)
+
+_DECIDE: Any = object()  # a hint for a question that is asked to decide
 
 
 class _Values(dict[sympy.Symbol, Any]):
@@ -221,6 +221,7 @@ def decided_by_values(
     decided: Callable[[sympy.Basic], None],
     excluded: Callable[[fx.GraphModule, sympy.Symbol, list[int]], bool] = lambda traced, symbol, sizes: False,
     is_asked: Callable[[], bool] = lambda: False,
+    decide_layout: Callable[[Sequence[tuple[sympy.Symbol, int]]], None] = lambda sizes: None,
 ) -> Iterator[fx.GraphModule]:
     """Lets the code that the block traces decide by the values that symbols have in this run.
 
@@ -228,7 +229,8 @@ def decided_by_values(
     what torch takes for true of symbols. Of sizes that only running tells, a question may have one answer for all but
     a few: a function of torch gets that where it need not know, as it asks whether to copy what may be contiguous, or
     if it ``is_asked`` already for which sizes it goes another way; else of a size that must not decide, if
-    ``excluded``, which gets it and which of 0 and 1 have the other answer, returns True. Yields what is traced.
+    ``excluded``, which gets it and which of 0 and 1 have the other answer, returns True. A formula of autograd may
+    copy a gradient unless its rows are so many: ``decide_layout`` gets how many. Yields what is traced.
     """
     mode: Any = proxy_tensor.get_proxy_mode()
     # What torch itself decides by where it propagates real tensors. Each such decision becomes a runtime assertion,
@@ -238,9 +240,7 @@ def decided_by_values(
     values = _Values(lambda symbol: value_of(traced, symbol))
     defer, call = shape_env.guard_or_defer_runtime_assert, proxy_tensor.proxy_call
     evaluate = shape_env._inner_evaluate_expr
-    put = torch.Tensor.__setitem__
 
-    decided_sizes: set[sympy.Symbol] = set()  # by which the block decides now
     num_assumed = 0  # decisions that torch made by values
 
     def assume(condition: Any, message: str, *args: Any, **kwargs: Any) -> Any:
@@ -252,11 +252,17 @@ def decided_by_values(
         return defer(condition, message, *args, **kwargs)
 
     def answer(question: sympy.Basic, *args: Any) -> Any:
+        if args[0] is _DECIDE:
+            return evaluate(question, None, *args[1:])
+        # Whether a tensor is contiguous, which for most sizes it is not.
+        if args[-1] is not None and isinstance(question, sympy.Or) and torch._C._current_autograd_node():
+            decide_layout([(size, at) for size in question.free_symbols for at in _contiguous_at(question, size)])
+            question = shape_env.replace(question)
         symbols = question.free_symbols
         if args[-1] is not None:
             need_not_know = is_of_equalities(question) and all(map(shape_env.is_unbacked_symint, symbols))
         else:
-            need_not_know = is_asked() and symbols <= shape_env.size_like - decided_sizes
+            need_not_know = is_asked() and symbols <= shape_env.size_like
         if need_not_know and (usual := usual_truth(question)) is not None:
             return usual
         before = num_assumed
@@ -288,33 +294,11 @@ def decided_by_values(
         is_real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
         return _aten.alias.default(value) if is_real else value
 
-    def is_one(size: int | torch.SymInt) -> bool:
-        """Decides: torch takes a size that only running tells for another than 1, where eager removes such a dim."""
-        if not isinstance(size, torch.SymInt) or size.node.expr not in values:
-            return type(size) is int and size == 1
-        decided_sizes.add(size.node.expr)
-        try:
-            return bool(size == 1)
-        finally:
-            decided_sizes.clear()
-
-    def set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
-        # Eager removes leading ones of what it puts at indices.
-        indices = index if isinstance(index, tuple) else (index,)
-        if isinstance(value, torch.Tensor) and any(isinstance(each, (torch.Tensor, list)) for each in indices):
-            ones = [*itertools.takewhile(is_one, value.shape)]
-            value = value.view(value.shape[len(ones) :]) if ones else value
-        put(tensor, index, value)
-
     def traced_call(mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
         if func is _aten._local_scalar_dense.default:
             # The tracer would take the number that a tensor outside of the trace holds now for a constant.
             with mode:
                 args = tree_map(in_trace, args)
-        elif func in _SQUEEZES:
-            given = args[1] if len(args) > 1 else range(args[0].dim())
-            for size in [args[0].shape[dim] for dim in ((given,) if isinstance(given, int) else given)]:
-                is_one(size)
         elif func is _aten.equal.default:
             with mode:
                 a, b = args
@@ -328,7 +312,6 @@ def decided_by_values(
         patch(shape_env, "_log_real_tensor_propagation", lambda *args: None),
         patch(shape_env, "_inner_evaluate_expr", answer),
         patch(proxy_tensor, "proxy_call", traced_call),
-        patch(torch.Tensor, "__setitem__", set_item),
         sizes_decided_by(shape_env, decided),
         comparisons_told(tell),
         functions_traced(),
@@ -339,7 +322,12 @@ def decided_by_values(
 def decide(condition: sympy.Basic) -> bool:
     """Returns whether a condition on symbols is true in this run, by which the code that is traced decides."""
     context: Any = TracingContext.try_get()
-    return bool(context.fake_mode.shape_env.evaluate_expr(condition))
+    return bool(context.fake_mode.shape_env.evaluate_expr(condition, _DECIDE))
+
+
+def _contiguous_at(question: sympy.Basic, symbol: sympy.Symbol) -> list[int]:
+    found = {size for each in question.atoms(sympy.Eq) for size in sizes_at_zero(each.lhs - each.rhs, symbol)}
+    return sorted({0, 1} | found)
 
 
 @contextmanager

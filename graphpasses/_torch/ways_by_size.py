@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import sympy  # type: ignore[import-untyped]
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import _engine_run_backward
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._sympy.functions import Max
 
+from graphpasses._torch.conditions import sizes_at_zero
 from graphpasses._torch.fake_mode import fake_errors_unlogged, real_tensors
 from graphpasses._torch.operator_facts import autograd_node, computes_nothing
 from graphpasses._torch.pytree import tree_leaves, tree_map
+from graphpasses._torch.symbols import expression
 
 _MANY = 61  # rows: a prime, which is no size of a tensor's; a GRU goes through them one by one
 
@@ -41,8 +46,10 @@ class WaysBySize:
         cannot be asked, as it looks at values, has none.
         """
         leaves, self._last = tree_leaves((args, kwargs)), None
+        if not all(map(_is_plain, leaves)):
+            return []
         symbols = list(dict.fromkeys(symbol for leaf in leaves for symbol in _unknown(leaf)))
-        if not symbols or any(isinstance(leaf, torch.Tensor) and type(leaf) is not FakeTensor for leaf in leaves):
+        if not symbols:
             return []
         names = {symbol: sympy.Symbol(f"n{index}") for index, symbol in enumerate(symbols)}
         key = f"{func} {tree_map(lambda leaf: _kind(leaf, names), (args, kwargs))}"
@@ -78,8 +85,8 @@ class _Found:
 class _Part:
     """What a function calls, or its gradients."""
 
-    operators: list[str]
-    dims: list[int]  # how many each result has
+    calls: list[str]  # of operators, each with the number of dims of its tensors
+    dims: list[int]  # of its results
     is_empty: bool = field(compare=False)  # no result has elements
 
 
@@ -93,7 +100,7 @@ _RAISES = _Way((_Part(["an error"], [], is_empty=False),) * 2, set())
 
 
 def _makes_a_difference(part: _Part, usual: _Part) -> bool:
-    return part != usual and (bool(part.operators) or not part.is_empty)
+    return part != usual and (bool(part.calls) or not part.is_empty)
 
 
 def _ask(func: Callable[..., Any], args: Any, kwargs: Any, symbols: Sequence[sympy.Symbol]) -> _Found | None:
@@ -130,7 +137,7 @@ def _way(func: Callable[..., Any], args: Any, kwargs: Any, sizes: Sizes) -> _Way
                 grads = torch.autograd.grad(grown, trained, given, allow_unused=True)
         parts = ((forward, made), (backward, [grad for grad in grads if grad is not None]))
         first, second = (
-            _Part(called.names, [each.dim() for each in of], is_empty=not any(each.numel() for each in of))
+            _Part(called.calls, [each.dim() for each in of], is_empty=not any(each.numel() for each in of))
             for called, of in parts
         )
         return _Way((first, second), nodes)
@@ -162,6 +169,8 @@ def _may_raise() -> Iterator[None]:
 def _apart() -> Iterator[None]:
     """Calls functions on fake tensors of known sizes, which nobody traces, records or logs."""
     with (
+        mock.patch.object(torch.autograd, "_engine_run_backward", _engine_run_backward),
+        warnings.catch_warnings(action="ignore"),
         fake_errors_unlogged(),
         real_tensors(),
         torch._C.DisableTorchFunction(),
@@ -174,12 +183,18 @@ def _apart() -> Iterator[None]:
 class _Called(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
+        self.calls: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not computes_nothing(func):
-            self.names.append(str(func))
+            dims = [leaf.dim() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            self.calls.append(f"{func} {dims}")
         return func(*args, **(kwargs or {}))
+
+
+def _is_plain(leaf: Any) -> bool:
+    is_tensor = isinstance(leaf, torch.Tensor)
+    return not is_tensor or (type(leaf) in (FakeTensor, torch.Tensor, nn.Parameter) and leaf.layout is torch.strided)
 
 
 def _numbers(leaf: Any) -> Sequence[Any]:
@@ -223,17 +238,7 @@ def _value(number: int | torch.SymInt, sizes: Sizes) -> int:
 def _contiguous_at(leaves: Sequence[Any], symbol: sympy.Symbol) -> Iterator[int]:
     """Yields sizes at which a dim of a tensor follows on the next one."""
     for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor):
-            continue
-        dims = [_numbers_of(leaf, dim) for dim in range(leaf.dim())]
-        for (_, stride), (size, inner) in itertools.pairwise(dims):
-            difference = stride - size * inner
-            if getattr(difference, "free_symbols", ()) == {symbol}:
-                yield from (int(root) for root in sympy.roots(difference, symbol) if root.is_integer and root > 1)
-
-
-def _numbers_of(tensor: torch.Tensor, dim: int) -> tuple[Any, Any]:
-    """Returns the size and the stride of a dim, for arithmetic; a dim of no rows has the stride of one of one."""
-    numbers = (tensor.shape[dim], tensor.stride(dim))
-    size, stride = (n.node.expr if isinstance(n, torch.SymInt) else n for n in numbers)
-    return size, sympy.sympify(stride).replace(Max, lambda *of: next(each for each in of if each != 1))
+        if isinstance(leaf, torch.Tensor):
+            dims = zip(map(expression, leaf.shape), map(expression, leaf.stride()), strict=True)
+            for (_, stride), (size, inner) in itertools.pairwise(dims):
+                yield from sizes_at_zero(stride - size * inner, symbol)

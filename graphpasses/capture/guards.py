@@ -85,7 +85,7 @@ class Decisions:
         self._traced: Any = None
         self._refusal = ""
         try:
-            told = self._value_of, self._decided, self._excluded, self._ways.is_asked
+            told = self._value_of, self._decided, self._excluded, self._ways.is_asked, self._decide_layout
             with traced_symbols.decided_by_values(*told) as traced:
                 self._traced = traced
                 with IndexesTraced(self._is_fixed, self._ways_decided):
@@ -153,18 +153,26 @@ class Decisions:
 
     @contextmanager
     def _ways_decided(self, func: Any, args: Any, kwargs: Any) -> Iterator[None]:
-        """Decides by sizes at which eager computes a function otherwise; of what only running tells it asserts."""
+        """Decides by sizes at which eager computes a function otherwise."""
+        name = str(getattr(func, "__name__", func))
         for symbol, size, makes_a_difference in self._ways.differing(func, args, kwargs):
-            self._slices.follow(self._traced.graph)
-            if symbol in self._values or self._slices.refusal(symbol) is None:
-                if makes_a_difference or self._value_of(self._traced, symbol) == size:
-                    traced_symbols.decide(sympy.Eq(symbol, size))
-            elif makes_a_difference:
-                where = f"{getattr(func, '__name__', func)} ({user_line()})"
-                if not self._is_other(symbol, size, where):
-                    raise _undecided(where)
+            self._decide_size(symbol, size, name, makes_a_difference=makes_a_difference)
         with self._ways.running():
             yield
+
+    def _decide_layout(self, sizes: Sequence[tuple[Symbol, int]]) -> None:
+        """Decides by sizes at which a gradient may be contiguous, or one row; where it is empty it has no bits."""
+        for symbol, size in sizes:
+            self._decide_size(symbol, size, asking(self._traced), makes_a_difference=size > 0)
+
+    def _decide_size(self, symbol: Symbol, size: int, asks: str, *, makes_a_difference: bool) -> None:
+        """Decides whether a size is one at which eager goes another way; of what only running tells it asserts."""
+        self._slices.follow(self._traced.graph)
+        if symbol in self._values or self._slices.refusal(symbol) is None:
+            if makes_a_difference or self._value_of(self._traced, symbol) == size:
+                traced_symbols.decide(sympy.Eq(symbol, size))
+        elif makes_a_difference and not self._is_other(symbol, size, where := f"{asks} ({user_line()})"):
+            raise _undecided(where)
 
     def _is_other(self, symbol: Symbol, size: int, where: str) -> bool:
         """Lets the step raise where a number of rows is one with which eager goes another way; whether it can."""

@@ -180,20 +180,33 @@ class Cut(nn.Module):
         return self.layer(x[:, : end.item()]).square().mean()
 
 
-def test_rows_that_are_cut_to_one_or_to_all() -> None:
-    model = Cut(is_told=True)
+class Joined(nn.Module):
+    """Joins rows with others: the gradient of one row lies as in that of all, which eager does not copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.weight = nn.Linear(5, 16), nn.Parameter(torch.randn(16, 5))
+
+    def forward(self, x: torch.Tensor, num_rows: torch.Tensor) -> torch.Tensor:
+        rows = self.layer(x[:, : num_rows.item()].contiguous()) @ self.weight
+        joined = torch.cat([rows, rows.new_ones(3, 6, 5)], 1)
+        return (joined @ joined.transpose(1, 2)).square().mean()
+
+
+@pytest.mark.parametrize("model", [Cut(is_told=True), Joined()], ids=["cut", "joined"])
+def test_rows_that_are_one_or_all(model: nn.Module) -> None:
     step = capture_train_step(lambda model, *batch: model(*batch), model, torch.randn(3, 7, 5), torch.tensor(3))
     for num_rows in [2, *[1] * 16, *[7] * 16]:
         batch, grads = (torch.randn(3, 7, 5), torch.tensor(num_rows)), []
         for run in (step, lambda *batch: model(*batch).backward()):
             model.zero_grad()
             run(*batch)
-            grads.append(model.layer.weight.grad)
+            grads.append(model.get_parameter("layer.weight").grad)
         assert torch.equal(*grads), num_rows
 
 
 @pytest.mark.parametrize(("num_rows", "rows"), [(1, "one row"), (7, "7 rows")])
-def test_computed_rows_that_are_cut_to_one_or_to_all(num_rows: int, rows: str) -> None:
+def test_computed_rows_that_are_one_or_all(num_rows: int, rows: str) -> None:
     model, x, message = Cut(is_told=False), torch.randn(3, 7, 5), rf"^linear \(.*\) goes another way .* {rows}"
     step = capture_train_step(lambda model, *batch: model(*batch), model, x, torch.tensor(3))
     assert torch.equal(step(x, torch.tensor(4)), model(x, torch.tensor(4)))
