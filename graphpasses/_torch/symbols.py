@@ -242,6 +242,7 @@ def decided_by_values(
     evaluate = shape_env._inner_evaluate_expr
 
     num_assumed = 0  # decisions that torch made by values
+    fixed: dict[sympy.Symbol, sympy.Integer] = {}  # sizes
 
     def assume(condition: Any, message: str, *args: Any, **kwargs: Any) -> Any:
         nonlocal num_assumed
@@ -253,11 +254,13 @@ def decided_by_values(
 
     def answer(question: sympy.Basic, *args: Any) -> Any:
         if args[0] is _DECIDE:
-            return evaluate(question, None, *args[1:])
+            if truth := evaluate(question, None, *args[1:]):
+                fixed[question.lhs] = question.rhs
+            return truth
         # Whether a tensor is contiguous, which for most sizes it is not.
         if args[-1] is not None and isinstance(question, sympy.Or) and torch._C._current_autograd_node():
             decide_layout([(size, at) for size in question.free_symbols for at in _contiguous_at(question, size)])
-            question = shape_env.replace(question)
+        question = question.xreplace(fixed)
         symbols = question.free_symbols
         if args[-1] is not None:
             need_not_know = is_of_equalities(question) and all(map(shape_env.is_unbacked_symint, symbols))
@@ -319,10 +322,10 @@ def decided_by_values(
         yield traced
 
 
-def decide(condition: sympy.Basic) -> bool:
-    """Returns whether a condition on symbols is true in this run, by which the code that is traced decides."""
+def decide(symbol: sympy.Symbol, size: int) -> bool:
+    """Returns whether a size is as large in this run, by which the code that is traced decides."""
     context: Any = TracingContext.try_get()
-    return bool(context.fake_mode.shape_env.evaluate_expr(condition, _DECIDE))
+    return bool(context.fake_mode.shape_env.evaluate_expr(sympy.Eq(symbol, size), _DECIDE))
 
 
 def _contiguous_at(question: sympy.Basic, symbol: sympy.Symbol) -> list[int]:

@@ -170,7 +170,7 @@ class Decisions:
         self._slices.follow(self._traced.graph)
         if symbol in self._values or self._slices.refusal(symbol) is None:
             if makes_a_difference or self._value_of(self._traced, symbol) == size:
-                traced_symbols.decide(sympy.Eq(symbol, size))
+                traced_symbols.decide(symbol, size)
         elif makes_a_difference and not self._is_other(symbol, size, where := f"{asks} ({user_line()})"):
             raise _undecided(where)
 
