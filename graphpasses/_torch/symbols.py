@@ -242,7 +242,11 @@ def decided_by_values(
     evaluate = shape_env._inner_evaluate_expr
 
     num_assumed = 0  # decisions that torch made by values
-    fixed: dict[sympy.Symbol, sympy.Integer] = {}  # sizes
+    fixed: dict[sympy.Symbol, sympy.Integer] = {}  # sizes, as decided
+    is_hinted: Any = SymNode.has_hint
+
+    def has_hint(node: Any) -> bool:
+        return is_hinted(node) or node.expr.free_symbols <= fixed.keys()
 
     def assume(condition: Any, message: str, *args: Any, **kwargs: Any) -> Any:
         nonlocal num_assumed
@@ -315,6 +319,7 @@ def decided_by_values(
         patch(shape_env, "_log_real_tensor_propagation", lambda *args: None),
         patch(shape_env, "_inner_evaluate_expr", answer),
         patch(proxy_tensor, "proxy_call", traced_call),
+        patch(SymNode, "has_hint", has_hint),  # by which it is asked whether it is 1
         sizes_decided_by(shape_env, decided),
         comparisons_told(tell),
         functions_traced(),
