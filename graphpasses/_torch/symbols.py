@@ -22,7 +22,7 @@ from torch.utils._pytree import SequenceKey, key_get, tree_map
 
 from graphpasses._torch import pytree
 from graphpasses._torch.conditions import as_number, is_of_equalities, sizes_at_zero, usual_truth
-from graphpasses._torch.traced_floats import comparisons_told, functions_traced, symbols_behind
+from graphpasses._torch.traced_floats import classes_of_python, comparisons_told, functions_traced, symbols_behind
 
 
 def expression(size: int | torch.SymInt) -> Any:
@@ -246,7 +246,7 @@ def decided_by_values(
     is_hinted: Any = SymNode.has_hint
 
     def has_hint(node: Any) -> bool:
-        return is_hinted(node) or node.expr.free_symbols <= fixed.keys()
+        return bool(is_hinted(node)) or node.expr.free_symbols <= fixed.keys()
 
     def assume(condition: Any, message: str, *args: Any, **kwargs: Any) -> Any:
         nonlocal num_assumed
@@ -323,6 +323,7 @@ def decided_by_values(
         sizes_decided_by(shape_env, decided),
         comparisons_told(tell),
         functions_traced(),
+        classes_of_python(),
     ):
         yield traced
 

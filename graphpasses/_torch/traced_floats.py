@@ -255,6 +255,38 @@ _INSTEAD = {
 }
 
 
+@contextmanager
+def classes_of_python() -> Iterator[None]:
+    """Lets code that is no tracer's ask numbers that are traced for their class, and find Python's."""
+    with ExitStack() as patches:
+        for traced, kind in _KINDS.items():
+            patches.enter_context(mock.patch.object(traced, "__getattribute__", _of_class(kind)))
+        yield
+
+
+def _of_class(kind: type) -> Callable[[Any, str], Any]:
+    def attribute(number: Any, name: str) -> Any:
+        if name == "__class__" and _asks_as_user(sys._getframe(1)):
+            return kind
+        return object.__getattribute__(number, name)
+
+    return attribute
+
+
+def _asks_as_user(frame: FrameType | None) -> bool:
+    """Whether a frame, or that for which Python's library runs it, is no tracer's."""
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in sys.stdlib_module_names:
+            return package not in _TRACERS
+        frame = frame.f_back
+    return False
+
+
+_KINDS = {torch.SymBool: bool, torch.SymInt: int, torch.SymFloat: float}
+_TRACERS = "torch", "functorch", "sympy", "graphpasses"
+
+
 def _is_users(frame: FrameType) -> bool:
     """Whether a function is not torch's own: that asks for sizes where a graph needs a number."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] != "torch"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import numbers
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch import nn
 
 from graphpasses.capture import capture_train_step
-from graphpasses.errors import BatchMismatchError, CaptureError
+from graphpasses.errors import BatchMismatchError, CaptureError, FidelityError
 
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
@@ -49,6 +51,53 @@ def test_sizes_by_values(loss_fn: Loss) -> None:
     step = capture_train_step(loss_fn, model, x)
     for factor in (1.0, 1.3, 0.6):
         assert torch.equal(step(x * factor), loss_fn(model, x * factor))
+
+
+@functools.singledispatch
+def scale(number: object) -> float:
+    return 7.0
+
+
+@scale.register
+def _(number: int) -> float:
+    return number * 1.0
+
+
+def first_half(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    h = model(x)[:, : (x > 1).sum().item()]
+    is_wide = isinstance(h.shape[1], int) and h.shape[1] > 2
+    return (h[:, : h.shape[1] // 2] if is_wide else h).sum()
+
+
+def by_class(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    number, share = (x > 1).sum().item(), x.mean().item()
+    match number:
+        case int():
+            factor = scale(number)
+        case _:
+            factor = 11.0
+    if not isinstance(number, numbers.Integral) or number.__class__ is not int:
+        factor += 1
+    if not isinstance(share, float) or not isinstance(number > 1, bool):
+        factor += 3
+    return model(x).mean() * factor
+
+
+@pytest.mark.parametrize(("loss_fn", "num_captures"), [(first_half, 2), (by_class, 1)])
+def test_numbers_are_of_pythons_classes(loss_fn: Loss, num_captures: int) -> None:
+    model, x = nn.Linear(4, 9), torch.linspace(0.1, 1.2, 8).view(2, 4)
+    step = capture_train_step(loss_fn, model, x)
+    for factor in (1.0, 1.5, 3.0):
+        assert torch.equal(step(x * factor), loss_fn(model, x * factor))
+    assert len(step.captures) == num_captures
+
+
+def test_the_type_of_a_traced_number_is_not_pythons() -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).sum() * (2.0 if type(x.sum().item()) is float else 3.0)
+
+    with pytest.raises(FidelityError, match=r"2\.0 against 3\.0"):
+        capture_train_step(loss_fn, nn.Linear(4, 6), torch.ones(2, 4))
 
 
 class Selected(nn.Module):
