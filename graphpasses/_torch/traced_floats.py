@@ -276,15 +276,16 @@ def _of_class(kind: type) -> Callable[[Any, str], Any]:
 def _asks_as_user(frame: FrameType | None) -> bool:
     """Whether a frame, or that for which Python's library runs it, is no tracer's."""
     while frame is not None:
-        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package not in sys.stdlib_module_names:
-            return package not in _TRACERS
+        name = str(frame.f_globals.get("__name__", ""))
+        if (package := name.partition(".")[0]) not in sys.stdlib_module_names:
+            return package not in _TRACERS or name.startswith(_OF_NUMBERS)
         frame = frame.f_back
     return False
 
 
 _KINDS = {torch.SymBool: bool, torch.SymInt: int, torch.SymFloat: float}
 _TRACERS = "torch", "functorch", "sympy", "graphpasses"
+_OF_NUMBERS = "torch.distributions.", "torch.nn."  # their code is called with numbers as the user's is
 
 
 def _is_users(frame: FrameType) -> bool:

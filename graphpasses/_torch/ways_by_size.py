@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -24,7 +25,7 @@ from graphpasses._torch.operator_facts import autograd_node, computes_nothing
 from graphpasses._torch.pytree import tree_leaves, tree_map
 from graphpasses._torch.symbols import expression
 
-_MANY = 61  # rows: a prime, which is no size of a tensor's; a GRU goes through them one by one
+MANY = 61  # rows: a prime, which is no size of a tensor's; a GRU goes through them one by one
 
 Sizes = Mapping[sympy.Symbol, int]
 
@@ -48,8 +49,7 @@ class WaysBySize:
         leaves, self._last = tree_leaves((args, kwargs)), None
         if not all(map(_is_plain, leaves)):
             return []
-        symbols = list(dict.fromkeys(symbol for leaf in leaves for symbol in _unknown(leaf)))
-        if not symbols:
+        if not (symbols := unknown_sizes(leaves)):
             return []
         names = {symbol: sympy.Symbol(f"n{index}") for index, symbol in enumerate(symbols)}
         key = f"{func} {tree_map(lambda leaf: _kind(leaf, names), (args, kwargs))}"
@@ -91,12 +91,14 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class Way:
+    """What a function calls for some sizes, or numbers."""
+
     parts: tuple[_Part, _Part]
     nodes: set[str]  # of autograd
 
 
-_RAISES = _Way((_Part(["an error"], [], is_empty=False),) * 2, set())
+_RAISES = Way((_Part(["an error"], [], is_empty=False),) * 2, set())
 
 
 def _makes_a_difference(part: _Part, usual: _Part) -> bool:
@@ -104,25 +106,39 @@ def _makes_a_difference(part: _Part, usual: _Part) -> bool:
 
 
 def _ask(func: Callable[..., Any], args: Any, kwargs: Any, symbols: Sequence[sympy.Symbol]) -> _Found | None:
-    many, found = dict.fromkeys(symbols, _MANY), []
-    if (usual := _way(func, args, kwargs, many)) is None:
+    many, found = dict.fromkeys(symbols, MANY), []
+    if (usual := way(func, args, kwargs, many)) is None:
         return None
     for index, symbol in enumerate(symbols):
         for value in sorted({0, 1, *_contiguous_at(tree_leaves((args, kwargs)), symbol)}):
             # Where two sizes are one number of rows, the function takes them together alone.
             tried = ({**many, symbol: value}, dict.fromkeys(symbols, value))
-            ways = (_way(func, args, kwargs, sizes) for sizes in tried)
-            way = next((way for way in ways if way is not None), _RAISES)
-            if way.parts != usual.parts:
-                found.append((index, value, any(map(_makes_a_difference, way.parts, usual.parts))))
+            ways = (way(func, args, kwargs, sizes) for sizes in tried)
+            other = next((each for each in ways if each is not None), _RAISES)
+            if other.parts != usual.parts:
+                found.append((index, value, any(map(_makes_a_difference, other.parts, usual.parts))))
     return _Found(found, usual.nodes)
 
 
-def _way(func: Callable[..., Any], args: Any, kwargs: Any, sizes: Sizes) -> _Way | None:
-    """Returns what a function and its gradients call for sizes; None if it raises."""
-    forward, backward = _Called(), _Called()
+def _dims(args: Any) -> str:
+    return str([leaf.dim() for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)])
+
+
+def way(
+    func: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    sizes: Sizes,
+    floats: Mapping[sympy.Expr, float] = MappingProxyType({}),
+    spelled: Callable[[Any], Any] = _dims,
+) -> Way | None:
+    """Returns what a function and its gradients call for sizes that only running tells; None if it raises.
+
+    So for floats, 2 where none is given; ``spelled`` tells what counts of operators' arguments.
+    """
+    forward, backward = _Called(spelled), _Called(spelled)
     with _may_raise(), _apart():
-        args, kwargs = tree_map(lambda leaf: _with_sizes(leaf, sizes), (args, kwargs))
+        args, kwargs = tree_map(lambda leaf: _with_sizes(leaf, sizes, floats), (args, kwargs))
         with forward:
             result = func(*args, **kwargs)
         made, inputs = (
@@ -140,7 +156,7 @@ def _way(func: Callable[..., Any], args: Any, kwargs: Any, sizes: Sizes) -> _Way
             _Part(called.calls, [each.dim() for each in of], is_empty=not any(each.numel() for each in of))
             for called, of in parts
         )
-        return _Way((first, second), nodes)
+        return Way((first, second), nodes)
     return None
 
 
@@ -181,14 +197,14 @@ def _apart() -> Iterator[None]:
 
 
 class _Called(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self) -> None:
+    def __init__(self, spelled: Callable[[Any], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[str] = []
+        self._spelled = spelled
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not computes_nothing(func):
-            dims = [leaf.dim() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            self.calls.append(f"{func} {dims}")
+            self.calls.append(f"{func} {self._spelled((args, kwargs))}")
         return func(*args, **(kwargs or {}))
 
 
@@ -203,10 +219,10 @@ def _numbers(leaf: Any) -> Sequence[Any]:
     return (leaf,)
 
 
-def _unknown(leaf: Any) -> Iterator[sympy.Symbol]:
-    for number in _numbers(leaf):
-        if isinstance(number, torch.SymInt):
-            yield from sorted(free_unbacked_symbols(number), key=str)
+def unknown_sizes(leaves: Sequence[Any]) -> list[sympy.Symbol]:
+    """Returns the symbols of tensors' sizes, and of numbers, that only running tells."""
+    numbers = (number for leaf in leaves for number in _numbers(leaf) if isinstance(number, torch.SymInt))
+    return list(dict.fromkeys(each for number in numbers for each in sorted(free_unbacked_symbols(number), key=str)))
 
 
 def _kind(leaf: Any, names: Mapping[sympy.Symbol, sympy.Symbol]) -> Any:
@@ -216,11 +232,11 @@ def _kind(leaf: Any, names: Mapping[sympy.Symbol, sympy.Symbol]) -> Any:
     return f"{numbers} {leaf.dtype} {leaf.device} {leaf.requires_grad}"
 
 
-def _with_sizes(leaf: Any, sizes: Sizes) -> Any:
+def _with_sizes(leaf: Any, sizes: Sizes, floats: Mapping[sympy.Expr, float]) -> Any:
     if isinstance(leaf, torch.SymInt):
         return _value(leaf, sizes)
     if isinstance(leaf, (torch.SymFloat, torch.SymBool)):
-        return 2.0 if isinstance(leaf, torch.SymFloat) else True
+        return floats.get(leaf.node.expr, 2.0) if isinstance(leaf, torch.SymFloat) else True
     if not isinstance(leaf, torch.Tensor):
         return leaf
     shape, stride = ([_value(number, sizes) for number in numbers] for numbers in (leaf.shape, leaf.stride()))

@@ -153,3 +153,23 @@ def user_asks() -> bool:
     """Whether the user's code, or a library's that does not trace, asks for a truth now: no operator of torch."""
     *_, asks, last = frames_to_user()
     return is_traced_code(last) and asks.f_code is torch.SymBool.__bool__.__code__
+
+
+_COMPARISONS = {getattr(aten, name).Scalar: getattr(operator, name) for name in ("lt", "le", "gt", "ge")}
+
+
+def certain_value(node: fx.Node) -> bool | None:
+    """Returns what a node that reads a number from a tensor computes, if it is a bool that nothing changes, or None.
+
+    Layers that are dropped at random ask ``torch.rand([]) < self.layerdrop``, also where none is ever dropped: no
+    draw changes the answer.
+    """
+    compared = node.args[0]
+    if not isinstance(compared, fx.Node) or compared.target not in _COMPARISONS:
+        return None
+    drawn, bound = compared.args
+    if getattr(drawn, "target", None) is not aten.rand.default or not isinstance(bound, (int, float)):
+        return None
+    # Between 0 and 1, which low precision may round to, a comparison changes once at most.
+    compare = _COMPARISONS[compared.target]
+    return bool(compare(0, bound)) if compare(0, bound) == compare(1, bound) else None

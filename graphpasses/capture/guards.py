@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -16,6 +15,7 @@ from graphpasses._torch import symbols as traced_symbols
 from graphpasses._torch.conditions import as_number, rounds_to_digits, with_margin
 from graphpasses._torch.fake_mode import outside_tracing
 from graphpasses._torch.operator_facts import asking
+from graphpasses._torch.operator_floats import OperatorFloats
 from graphpasses._torch.schemas import inner_names, is_tensor_subclass
 from graphpasses._torch.symbols import bound_symbols, value_at
 from graphpasses._torch.traced_floats import as_numpy
@@ -23,6 +23,7 @@ from graphpasses._torch.ways_by_size import WaysBySize
 from graphpasses.capture.checks import (
     assert_of_sizes,
     assert_truth,
+    certain_value,
     checked_truth,
     reads_bool,
     user_asks,
@@ -48,7 +49,8 @@ class Decisions:
     A value may decide that follows from the batch, from buffers and from constants: it can be computed before each
     step. So can some that follow from parameters, and random numbers; others, and what follows from other ranks, are
     refused. ``leaves`` are the batch's, each with its path; ``varying`` are its dims that vary, ``carried`` those of
-    the paths at which each call finds something else, and ``draws`` what brings numbers that are drawn.
+    the paths at which each call finds something else, and ``draws`` what brings numbers that are drawn. Functions of
+    torch take floats where they would build in their values, if the step ``is_compared`` with eager afterwards.
     """
 
     def __init__(
@@ -58,8 +60,11 @@ class Decisions:
         varying: Varying,
         carried: Sequence[str],
         draws: Mapping[str, Draw],
+        *,
+        is_compared: bool,
     ) -> None:
         self.guards: Guards | None = None
+        self._is_compared = is_compared
         self._carried = carried
         self._draws = draws
         self._varying = varying
@@ -81,6 +86,7 @@ class Decisions:
         self._decisions: list[Decision] = []
         self._asserted: set[sympy.Basic] = set()  # of what only running tells
         self._ways = WaysBySize()
+        self._floats = OperatorFloats(lambda symbol: self._value_of(self._traced, symbol), self._decided)
         self._by_parameters: dict[Symbol, str] = {}  # what follows from parameters, and where it is asked for
         self._traced: Any = None
         self._refusal = ""
@@ -88,7 +94,7 @@ class Decisions:
             told = self._value_of, self._decided, self._excluded, self._ways.is_asked, self._decide_layout
             with traced_symbols.decided_by_values(*told) as traced:
                 self._traced = traced
-                with IndexesTraced(self._is_fixed, self._ways_decided):
+                with self._floats.running(), IndexesTraced(self._is_fixed, self._ways_decided):
                     yield
                 self.guards = self._make_guards(traced)
         except traced_symbols.UNDECIDED as error:
@@ -157,7 +163,8 @@ class Decisions:
         name = str(getattr(func, "__name__", func))
         for symbol, size, makes_a_difference in self._ways.differing(func, args, kwargs):
             self._decide_size(symbol, size, name, makes_a_difference=makes_a_difference)
-        with self._ways.running():
+        floats = self._floats.taken(func, args, kwargs) if self._is_compared else nullcontext()
+        with self._ways.running(), floats:
             yield
 
     def _decide_layout(self, sizes: Sequence[tuple[Symbol, int]]) -> None:
@@ -305,9 +312,9 @@ class Decisions:
         if built_in:
             name, where = next(iter(built_in.items()))
             raise BuiltInError(
-                f"forward changes {name} at each call, and at {where} gives it to an operator that builds it in, as "
-                "a dropout its rate: the step would be captured again at each call. Set it outside, and seldom, or "
-                "compute with it",
+                f"forward changes {name} at each call, and at {where} gives it to a function that builds it in, as "
+                "torch.tensor([rate, 1.0]) does: the step would be captured again at each call. Set it outside, and "
+                "seldom, or compute with it",
                 built_in,
             )
 
@@ -376,23 +383,3 @@ def _state(model: nn.Module) -> Iterator[tuple[GraphInput, torch.Tensor]]:
         kind = InputKind.PARAMETER if fqn in parameters else InputKind.BUFFER
         for attr in inner_names(tensor) if is_tensor_subclass(tensor) else ("",):
             yield GraphInput(kind, fqn, attr), getattr(tensor, attr) if attr else tensor
-
-
-_COMPARISONS = {getattr(aten, name).Scalar: getattr(operator, name) for name in ("lt", "le", "gt", "ge")}
-
-
-def certain_value(node: fx.Node) -> bool | None:
-    """Returns what a node that reads a number from a tensor computes, if it is a bool that nothing changes, or None.
-
-    Layers that are dropped at random ask ``torch.rand([]) < self.layerdrop``, also where none is ever dropped: no
-    draw changes the answer.
-    """
-    compared = node.args[0]
-    if not isinstance(compared, fx.Node) or compared.target not in _COMPARISONS:
-        return None
-    drawn, bound = compared.args
-    if getattr(drawn, "target", None) is not aten.rand.default or not isinstance(bound, (int, float)):
-        return None
-    # Between 0 and 1, which low precision may round to, a comparison changes once at most.
-    compare = _COMPARISONS[compared.target]
-    return bool(compare(0, bound)) if compare(0, bound) == compare(1, bound) else None

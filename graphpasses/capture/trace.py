@@ -110,7 +110,8 @@ def trace_step(
     paths, leaves = (*structure.paths, *carried.paths), [*leaves, *carried.read()]
     before, carried = carried.own(), carried.seen()
     changing = (*structure.numbers, *carried.paths)
-    decisions = Decisions(model, list(zip(paths, leaves, strict=True)), varying, changing, carried.drawn)
+    named_leaves = list(zip(paths, leaves, strict=True))
+    decisions = Decisions(model, named_leaves, varying, changing, carried.drawn, is_compared=is_recorded)
 
     def step(*args: Any) -> list[torch.Tensor | None]:
         args, numbers = args[: len(structure.paths)], [*args[len(structure.paths) :]]

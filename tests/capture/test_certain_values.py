@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.distributions import Normal
 
 from graphpasses.capture import capture_train_step
-from graphpasses.capture.guards import certain_value
+from graphpasses.capture.checks import certain_value
 from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.identity import same_bits
 

@@ -1,0 +1,277 @@
+"""Floats that functions of torch take as numbers: stand-ins go through C++, and are found in what it calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.sym_node import SymNode
+from torch.utils._sympy.functions import ToFloat
+
+from graphpasses._torch.operator_calls import dispatch_wrapped
+from graphpasses._torch.pytree import tree_leaves, tree_map
+from graphpasses._torch.ways_by_size import MANY, unknown_sizes, way
+
+# At these a function of torch may call other operators: a dropout of none, a norm of squares.
+_EDGES = (0.0, 1.0, 2.0)
+# Factors of a value, which give it so many digits that it is known where it comes out again.
+_NEAR = tuple(math.exp(each) for each in (-0.25, 0.2, -0.06, 0.05))
+_FAR = 9.0  # the logarithm of a factor
+_PARTS = (0.0, 0.11, 0.24, 0.38, 0.62, 0.76, 0.89, 1.0)  # of a range
+_MIN_POINTS = 3
+
+# What C++ computes of a float, besides multiples, and parts, of these.
+_FORMULAS: tuple[Callable[[Any], Any], ...] = (
+    lambda v: v,
+    lambda v: 1 - v,
+    lambda v: 1 + v,
+    lambda v: 2 - v,
+    lambda v: 1 / v,
+    lambda v: 1 / (1 - v),
+    lambda v: v * v,
+    lambda v: math.sqrt(v),
+    lambda v: math.log(v),
+)
+_MAX_FACTOR = 1 << 20  # the elements of which C++ takes the mean
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of a function of torch with floats that a step computes."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    floats: tuple[sympy.Expr, ...]
+    is_grad_enabled: bool
+
+    @property
+    def symbols(self) -> set[sympy.Symbol]:
+        return {symbol for each in self.floats for symbol in each.free_symbols}
+
+
+class OperatorFloats:
+    """Lets functions of torch take floats that a step computes, where torch would build their values in.
+
+    C++ asks such a float for its value. It gets a stand-in, another value of the same range, which comes out again
+    where operators are called, also in backward: there the float is put in its place, or what C++ has computed of it.
+    A function is asked beforehand whether it calls the same operators for several values of the range, with nothing
+    else that differs. ``decided`` is told in which range the float is. ``value_of`` returns a symbol's value in this
+    run, None if that is not known.
+    """
+
+    def __init__(self, value_of: Callable[[sympy.Symbol], Any], decided: Callable[[sympy.Basic], None]) -> None:
+        self._value_of, self._decided = value_of, decided
+        self._values: dict[sympy.Symbol, float] = {}
+        self._instead: dict[sympy.Symbol, float] = {}  # of these values
+        self._floats: dict[sympy.Expr, tuple[Any, float]] = {}  # each that was asked for, with its stand-in
+        self._computed: dict[tuple[Any, ...], Any] = {}  # what is computed of them, by formula
+        self._stand_ins: dict[sympy.Expr, float] = {}  # of both
+        self._calls: list[_Call] = []
+        self._asked: dict[str, bool] = {}  # whether calls of a kind go one way
+        self._runs = False  # the last of the calls
+        self._is_reopened = False  # whether an operator is called, with floats put in their places
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Surrounds a trace."""
+        self._mode: Any = proxy_tensor.get_proxy_mode()
+        guard: Any = SymNode.guard_float
+
+        def guard_float(node: Any, file: str, line: int) -> float:
+            stand_in = self._stand_in(node) if file else None  # Python's own `float(number)` names no file
+            return float(guard(node, file, line) if stand_in is None else stand_in)
+
+        try:
+            with mock.patch.object(SymNode, "guard_float", guard_float), dispatch_wrapped(self._reopening):
+                yield
+        finally:
+            self._calls.clear()  # which hold tensors
+
+    @contextmanager
+    def taken(self, func: Any, args: Any, kwargs: Any) -> Iterator[None]:
+        """Surrounds a call of a function."""
+        floats = [leaf.node.expr for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.SymFloat)]
+        before, self._runs = self._runs, bool(floats)
+        if floats:
+            self._calls.append(_Call(func, args, kwargs, tuple(dict.fromkeys(floats)), torch.is_grad_enabled()))
+        try:
+            yield
+        finally:
+            self._runs = before
+
+    def _stand_in(self, node: Any) -> float | None:
+        """Returns what stands for a float that C++ asks for its value; None if that is to be built in."""
+        expr = node.expr
+        if self._is_reopened and expr in self._stand_ins:
+            return self._stand_ins[expr]
+        calls = self._calls[-1:] if self._runs else []
+        if not calls and torch._C._current_autograd_node():  # a formula of one of them
+            calls = [call for call in self._calls if expr.free_symbols & call.symbols]
+        if not calls or (near := self._near(expr)) is None or not all(map(self._goes_one_way, calls)):
+            return None
+        if expr not in self._floats:
+            stand_in, low, high = near
+            bounds = (sympy.Gt(expr, low), low), (sympy.Lt(expr, high), high)
+            for condition in (condition for condition, bound in bounds if math.isfinite(bound)):
+                self._decided(condition)
+            self._floats[expr] = torch.SymFloat(node), stand_in  # type: ignore[no-untyped-call]
+            self._stand_ins[expr] = stand_in
+        return self._floats[expr][1]
+
+    def _near(self, expr: sympy.Expr) -> tuple[float, float, float] | None:
+        """Returns what may stand for a float, and the range of both; None if there is none."""
+        for symbol in expr.free_symbols - self._values.keys():
+            if (known := self._value_of(symbol)) is None:
+                return None
+            self._values[symbol] = float(known)
+        if (bounds := _range(_value(expr, self._values))) is None or not expr.free_symbols:
+            return None
+        for factor in _NEAR:
+            near = {symbol: (self._values[symbol] or 1.0) * factor for symbol in expr.free_symbols} | self._instead
+            stand_in = _value(expr, near)
+            if _range(stand_in) == bounds and _is_known_again(stand_in):
+                self._instead = near
+                return stand_in, *bounds
+        return None
+
+    def _goes_one_way(self, call: _Call) -> bool:
+        """Whether a function calls the same for all values of the ranges, and operators get each of its floats."""
+        near = {each: self._near(each) for each in call.floats}
+        key = f"{call.func} {tree_map(_kind, (call.args, call.kwargs))} {near}"
+        if key not in self._asked:
+            ranges = {expr: each[1:] for expr, each in near.items() if each}
+            self._asked[key] = len(ranges) == len(near) and _ask(call, ranges, self._values)
+        return self._asked[key]
+
+    def _reopening(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(mode: Any, func: Any, *given: Any) -> Any:
+            if not self._floats:
+                return call(mode, func, *given)
+            before, self._is_reopened = self._is_reopened, True
+            try:
+                return call(mode, func, *tree_map(self._reopened, given))
+            finally:
+                self._is_reopened = before
+
+        return run
+
+    def _reopened(self, leaf: Any) -> Any:
+        """Returns the float for which a value stands, or what is computed of it; others as they are."""
+        for expr, (number, stand_in) in self._floats.items() if type(leaf) is float else ():
+            if (formula := _formula(leaf, stand_in)) is not None:
+                key = expr, *formula
+                if key not in self._computed:
+                    self._computed[key] = computed = self._compute(number, *formula)
+                    self._stand_ins[computed.node.expr] = leaf
+                return self._computed[key]
+        return leaf
+
+    def _compute(self, number: Any, which: int, factor: int, divisor: int) -> Any:
+        if proxy_tensor.get_proxy_mode() is None:
+            with self._mode:
+                return self._compute(number, which, factor, divisor)
+        base = _FORMULAS[which](number)
+        if divisor != 1:
+            return base / divisor
+        return -base if factor == -1 else base if factor == 1 else base * factor
+
+
+def _ask(call: _Call, ranges: Mapping[sympy.Expr, Any], values: Mapping[sympy.Symbol, float]) -> bool:
+    """Calls a function beside the trace with several values of the ranges, on fake tensors."""
+    sizes = dict.fromkeys(unknown_sizes(tree_leaves((call.args, call.kwargs))), MANY)
+    ways, points = set(), [*_points(ranges, values)]
+    for floats in points:
+        met: set[int] = set()
+        spelled = partial(_spelled, [*floats.values()], met)
+        with torch.set_grad_enabled(call.is_grad_enabled):
+            found = way(call.func, call.args, call.kwargs, sizes, floats, partial(tree_map, spelled))
+        if found is None or len(met) < len(floats):
+            return False
+        ways.add(str(found.parts))
+    return len(points) >= _MIN_POINTS and len(ways) == 1
+
+
+def _points(
+    ranges: Mapping[sympy.Expr, Any], values: Mapping[sympy.Symbol, float]
+) -> Iterator[dict[sympy.Expr, float]]:
+    """Yields values of floats, from about the least to about the largest of their ranges."""
+
+    def at(log: float) -> dict[sympy.Expr, float] | None:
+        near = {symbol: (value or 1.0) * math.exp(log) for symbol, value in values.items()}
+        floats = {expr: _value(expr, near) for expr in ranges}
+        return floats if all(_range(value) == ranges[expr] for expr, value in floats.items()) else None
+
+    ends = []
+    for outside in (-_FAR, _FAR):
+        inside = outside if at(outside) else 0.0
+        for _ in range(14 if inside == 0.0 else 0):
+            middle = (inside + outside) / 2
+            inside, outside = (middle, outside) if at(middle) else (inside, middle)
+        ends.append(inside)
+    low, high = ends
+    yield from filter(None, (at(low + (high - low) * part) for part in _PARTS))
+
+
+def _value(expr: sympy.Expr, values: Mapping[sympy.Symbol, float]) -> float:
+    found = expr.xreplace({symbol: sympy.Float(values[symbol]) for symbol in expr.free_symbols})
+    found = found.replace(ToFloat, lambda number: number)  # of a whole one
+    return float(found) if found.is_number and found.is_real else math.nan
+
+
+def _range(value: float) -> tuple[float, float] | None:
+    """Returns the edges between which a float is; None of one at an edge."""
+    if not math.isfinite(value) or value in _EDGES:
+        return None
+    low = max((edge for edge in _EDGES if edge < value), default=-math.inf)
+    return low, min((edge for edge in _EDGES if edge > value), default=math.inf)
+
+
+def _is_known_again(value: float) -> bool:
+    """Whether a float has so many digits that no other is it by chance."""
+    return math.isfinite(value) and not (math.frexp(value)[0] * (1 << 30)).is_integer()
+
+
+def _formula(value: float, number: float) -> tuple[int, int, int] | None:
+    """Returns by which formula a value follows from a number, with a factor and a divisor; None if by none."""
+    for index, formula in enumerate(_FORMULAS if _is_known_again(value) else ()):
+        base = formula(number) if number > 0 or index < len(_FORMULAS) - 2 else 0.0
+        if base and abs(value) == abs(base):
+            return index, 1 if value == base else -1, 1
+        factor, divisor = _ratio(value, base), _ratio(base, value)
+        if factor and base * factor == value:
+            return index, factor, 1
+        if divisor and base / divisor == value:
+            return index, 1, divisor
+    return None
+
+
+def _ratio(value: float, base: float) -> int:
+    """Returns the closest whole number to a ratio; 0 if that is none above 1, or large."""
+    ratio = value / base if base else 0.0
+    return round(ratio) if 1.5 < abs(ratio) < _MAX_FACTOR else 0
+
+
+def _kind(leaf: Any) -> str:
+    return f"{leaf.dtype} {leaf.shape} {leaf.requires_grad}" if isinstance(leaf, torch.Tensor) else str(leaf)
+
+
+def _spelled(floats: Sequence[float], met: set[int], leaf: Any) -> str:
+    """Returns what counts of an operator's argument, with a float's name for its values."""
+    if isinstance(leaf, torch.Tensor):
+        return f"{leaf.dtype} {list(leaf.shape)}"
+    if type(leaf) is float:
+        formulas = {index: _formula(leaf, value) for index, value in enumerate(floats)}
+        found = [(index, formula) for index, formula in formulas.items() if formula]
+        met.update(index for index, _ in found)
+        if found:
+            return str(found[0])
+    return str(leaf)
