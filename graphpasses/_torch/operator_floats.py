@@ -166,14 +166,14 @@ class OperatorFloats:
 
     def _reopened(self, leaf: Any) -> Any:
         """Returns the float for which a value stands, or what is computed of it; others as they are."""
-        for expr, (number, stand_in) in self._floats.items() if type(leaf) is float else ():
-            if (formula := _formula(leaf, stand_in)) is not None:
-                key = expr, *formula
-                if key not in self._computed:
-                    self._computed[key] = computed = self._compute(number, *formula)
-                    self._stand_ins[computed.node.expr] = leaf
-                return self._computed[key]
-        return leaf
+        if type(leaf) is not float or not (found := _formulas(leaf, [each for _, each in self._floats.values()])):
+            return leaf
+        index, formula = found[0]
+        if (key := (index, *formula)) not in self._computed:
+            number, _ = [*self._floats.values()][index]
+            self._computed[key] = computed = self._compute(number, *formula)
+            self._stand_ins[computed.node.expr] = leaf
+        return self._computed[key]
 
     def _compute(self, number: Any, which: int, factor: int, divisor: int) -> Any:
         if proxy_tensor.get_proxy_mode() is None:
@@ -240,6 +240,13 @@ def _is_known_again(value: float) -> bool:
     return math.isfinite(value) and not (math.frexp(value)[0] * (1 << 30)).is_integer()
 
 
+def _formulas(value: float, numbers: Sequence[float]) -> list[tuple[int, tuple[int, int, int]]]:
+    """Returns from which numbers a value follows, with the formula of each; what is simplest first."""
+    formulas = ((index, _formula(value, number)) for index, number in enumerate(numbers))
+    found = [(index, formula) for index, formula in formulas if formula]
+    return sorted(found, key=lambda each: (max(map(abs, each[1][1:])), each[1][0]))
+
+
 def _formula(value: float, number: float) -> tuple[int, int, int] | None:
     """Returns by which formula a value follows from a number, with a factor and a divisor; None if by none."""
     for index, formula in enumerate(_FORMULAS if _is_known_again(value) else ()):
@@ -268,10 +275,6 @@ def _spelled(floats: Sequence[float], met: set[int], leaf: Any) -> str:
     """Returns what counts of an operator's argument, with a float's name for its values."""
     if isinstance(leaf, torch.Tensor):
         return f"{leaf.dtype} {list(leaf.shape)}"
-    if type(leaf) is float:
-        formulas = {index: _formula(leaf, value) for index, value in enumerate(floats)}
-        found = [(index, formula) for index, formula in formulas.items() if formula]
-        met.update(index for index, _ in found)
-        if found:
-            return str(found[0])
-    return str(leaf)
+    found = _formulas(leaf, floats) if type(leaf) is float else []
+    met.update(index for index, _ in found)
+    return str(found[0] if found else leaf)

@@ -285,7 +285,7 @@ def _asks_as_user(frame: FrameType | None) -> bool:
 
 _KINDS = {torch.SymBool: bool, torch.SymInt: int, torch.SymFloat: float}
 _TRACERS = "torch", "functorch", "sympy", "graphpasses"
-_OF_NUMBERS = "torch.distributions.", "torch.nn."  # their code is called with numbers as the user's is
+_OF_NUMBERS = "torch.distributions.", "torch.nn.functional"  # their code is called with numbers as the user's is
 
 
 def _is_users(frame: FrameType) -> bool:

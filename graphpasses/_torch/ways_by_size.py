@@ -15,7 +15,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd.graph import _engine_run_backward, saved_tensors_hooks
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -183,8 +183,9 @@ def _may_raise() -> Iterator[None]:
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """Calls functions on fake tensors of known sizes, which nobody traces, records or logs."""
+    """Calls functions on fake tensors of known sizes, which nobody traces, saves, records or logs."""
     with (
+        saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),  # not a checkpoint's
         mock.patch.object(torch.autograd, "_engine_run_backward", _engine_run_backward),
         warnings.catch_warnings(action="ignore"),
         fake_errors_unlogged(),

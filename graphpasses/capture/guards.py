@@ -105,6 +105,8 @@ class Decisions:
                 f"loss_fn calls {error.func} at {line_of(error)}, which cannot be traced: the shape of its result "
                 "depends on values, or it has no fake kernel. Use another operator, or compute it outside"
             ) from error
+        finally:
+            del self._floats  # which know this object
 
     def _is_fixed(self, number: torch.SymInt) -> bool:
         """Whether a number is the same at each step, or that of a size, by which it is captured."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import inspect
 import traceback
 from collections.abc import Iterator
@@ -21,11 +19,8 @@ import graphpasses
 from graphpasses._torch.operator_facts import autograd_node
 from graphpasses._torch.recorded_operator import MODULE_FQN
 
-_TRACING = (
-    *(f"{Path(module.__file__ or '').parent}/" for module in (torch, sympy, graphpasses)),
-    contextlib.__file__,
-    functools.__file__,
-)
+_TRACING = tuple(f"{Path(module.__file__ or '').parent}/" for module in (torch, sympy, graphpasses))
+_PYTHON = f"{Path(inspect.__file__).parent}/"  # and of its library what is no package's
 
 
 def user_line() -> str:
@@ -48,13 +43,17 @@ def frames_to_user() -> Iterator[FrameType]:
 
 def is_traced_code(frame: FrameType) -> bool:
     """Whether a frame runs code that is no library's that traces: the user's, or what that calls."""
-    return not frame.f_code.co_filename.startswith(_TRACING)
+    return _is_traced(frame.f_code.co_filename)
+
+
+def _is_traced(file: str) -> bool:
+    return not file.startswith(_TRACING) and not (file.startswith(_PYTHON) and "-packages" not in file)
 
 
 def line_of(error: BaseException) -> str:
     """Returns the innermost line that an error passed and that is no library's that traces."""
     lines = traceback.extract_tb(error.__traceback__)
-    own = [line for line in lines if not line.filename.startswith(_TRACING)]
+    own = [line for line in lines if _is_traced(line.filename)]
     return "{0.filename}:{0.lineno} in {0.name}".format(own[-1]) if own else "an unknown line"
 
 

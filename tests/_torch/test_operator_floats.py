@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from graphpasses import BucketPlan, capture_train_step, default_pipeline
 from graphpasses.errors import CaptureError
@@ -24,6 +25,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "margin": lambda h, v: F.triplet_margin_loss(h, 2 * h, h.flip(0), margin=v),
     "smooth L1": lambda h, v: F.smooth_l1_loss(h, h.detach() / 2, beta=v),
     "distribution": lambda h, v: torch.distributions.Normal(h, v).rsample(),
+    "checkpointed": lambda h, v: checkpoint(lambda h, v: F.dropout(h, v).relu(), h, v, use_reentrant=False),
     "statistics": lambda h, v: F.batch_norm(h, MEAN, VARIANCE, training=True, momentum=v),
 }
 FALLING = [0.9 - 0.05 * index for index in range(12)]  # more than are captured one by one

@@ -340,7 +340,7 @@ def test_schedules_that_numpy_computes(is_of_batch: bool) -> None:
 
 
 WHY = {
-    r"It is built in at \S+ in <lambda>, as torch": lambda x, share: torch.tensor([share, 0.3, 0.2, 0.1]),
+    r"It is built in at \S+ in <lambda>, as by torch": lambda x, share: torch.tensor([share, 0.3, 0.2, 0.1]),
     r"It cannot be an input of the step: eager and": lambda x, share: share if isinstance(share, float) else 1.0,
 }
 
@@ -351,6 +351,7 @@ def test_why_a_number_is_no_input(why: str) -> None:
         return (model(x) * WHY[why](x, SETTINGS["share"])).mean()
 
     def run() -> None:
+        SETTINGS["share"] = 0.1
         step = capture_train_step(loss_fn, nn.Linear(4, 4), x_of(0))
         for index in range(12):
             SETTINGS["share"] = 0.1 + index / 20

@@ -120,7 +120,7 @@ def test_a_text_that_depends_on_a_number() -> None:
         (lambda loss: {f"top {loss.item() + 1}": 1}, "makes the text of a number of a tensor"),
         (lambda loss: f"{loss.item():.3f}", r"reads a number of a tensor, .* Return it, and do so after the step"),
         (lambda loss: np.isnan(loss.item()), "reads a number of a tensor, .* or gives it to code in C"),
-        (lambda loss: random.Random(loss.item()), "reads a number of a tensor, .* or gives it to code in C"),
+        (lambda loss: random.Random(loss.item()), r"decides by a tensor's value .* at \S*test_loss\.py"),
         (
             lambda loss: math.isfinite(loss.item()),
             r"decides .* `if not torch\.isfinite\(x\): raise \.\.\.` for math",

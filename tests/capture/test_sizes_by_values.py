@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import BatchMismatchError, CaptureError, FidelityError
@@ -197,6 +198,19 @@ def test_rows_of_each_domain_take_one_capture() -> None:
             torch.manual_seed(0)
             found.append(run(x, torch.tensor(domains), y))
         assert torch.equal(*found)
+    assert len(step.captures) == 1
+
+
+def test_rows_in_a_checkpointed_function() -> None:
+    """What a checkpoint saves is that of the trace alone."""
+
+    def loss_fn(model: nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        rows: torch.Tensor = checkpoint(lambda x, mask: model(x[mask]).relu(), x, mask, use_reentrant=False)
+        return rows.square().sum()
+
+    model, x, masks = nn.Linear(4, 4), torch.randn(5, 4), [torch.arange(5) < number for number in (3, 1, 0, 5)]
+    step = capture_train_step(loss_fn, model, x, masks[0])
+    assert [step(x, mask) for mask in masks] == [loss_fn(model, x, mask) for mask in masks]
     assert len(step.captures) == 1
 
 

@@ -46,6 +46,11 @@ def less_dropout(model: Any, x: torch.Tensor) -> torch.Tensor:
     return model.dropout(model.linear(x)).square().mean()
 
 
+def less_weight(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.average -= 0.5
+    return (model.linear(x) * torch.tensor([model.average])).square().mean()
+
+
 def less_noise_later(model: Any, x: torch.Tensor) -> torch.Tensor:
     model.num_calls += 1
     if model.num_calls > 2 and model.num_calls % 2:
@@ -124,13 +129,20 @@ def test_a_number_that_forward_changes_later_alone() -> None:
     assert step.captures[0].carried.paths == step.captures[1].carried.paths == paths
 
 
-def test_a_fraction_that_an_operator_builds_in() -> None:
+def test_a_fraction_that_torch_builds_in() -> None:
     model = Counting()
+    before = model.average
     with pytest.raises(
-        CaptureError, match=r"^forward changes attribute 'dropout.p' at each call, and at .*test_carried"
+        CaptureError, match=r"^forward changes attribute 'average' at each call, and at .*test_carried"
     ):
-        capture_train_step(less_dropout, model, X)
-    assert model.dropout.p == 0.5
+        capture_train_step(less_weight, model, X)
+    assert model.average == before
+    step = capture_train_step(less_dropout, model, X)
+    for index in range(12):
+        step.check(X)
+        step(X)
+        assert model.dropout.p == 0.5 ** (index + 2)
+    assert len(step.captures) == 1
 
 
 def test_another_kind_of_number() -> None:
