@@ -103,9 +103,8 @@ class OperatorCalls(OperatorRecorder):  # type: ignore[no-untyped-call]
             return results
         if func is not LIFT_FRESH:
             inputs = tuple(map(self._facts, facts.arguments(func, args, kwargs)))
-        elif facts.is_traced_number(self.calls):  # in eager Python makes it
-            self.calls.pop()
-            inputs = ((None,),)
+        elif unknown := facts.take_traced_numbers(self.calls):  # in eager Python makes it
+            inputs = (unknown,)
         else:
             inputs = (facts.numbers_of(args[0]),)
         results = func(*args, **kwargs)

@@ -164,9 +164,17 @@ def one_hot(calls: Sequence[Operator]) -> tuple[Any, int] | None:
     return None
 
 
-def is_traced_number(calls: Sequence[Operator]) -> bool:
-    """Whether the last call makes a tensor of a number that is traced."""
-    return bool(calls) and calls[-1].operator == "aten.full.default" and calls[-1].inputs[:2] == ((), None)
+def take_traced_numbers(calls: list[Operator]) -> tuple[None, ...]:
+    """Takes out the last calls if they make a tensor of numbers, of which some are traced; returns one None for each
+    of the first numbers.
+    """
+    of_stack = calls[-1].inputs[0] if calls and calls[-1].operator == "aten.stack.default" else ()
+    made = calls[-1 - len(of_stack) : -1] if of_stack else calls[-1:]
+    is_made = all(each.operator == "aten.full.default" and each.inputs[0] == () for each in made)
+    if not is_made or all(each.inputs[1] is not None for each in made):
+        return ()
+    del calls[-len(made) - bool(of_stack) :]
+    return (None,) * min(len(made), _NUM_NUMBERS)
 
 
 def arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:

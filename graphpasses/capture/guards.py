@@ -315,8 +315,8 @@ class Decisions:
             name, where = next(iter(built_in.items()))
             raise BuiltInError(
                 f"forward changes {name} at each call, and at {where} gives it to a function that builds it in, as "
-                "torch.tensor([rate, 1.0]) does: the step would be captured again at each call. Set it outside, and "
-                "seldom, or compute with it",
+                "alpha_dropout its rate: the step would be captured again at each call. Set it outside, and seldom, "
+                "or compute with it",
                 built_in,
             )
 

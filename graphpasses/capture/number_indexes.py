@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import EllipsisType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.types import py_sym_types
 
+from graphpasses._torch.pytree import tree_map
 from graphpasses.capture.lstms import lstm_in_onednn, varies_in_onednn
 
 # Of one element; that of a byte is a mask.
@@ -21,9 +23,9 @@ class IndexesTraced(TorchFunctionMode):
     """Lets the block select, and cut, by integers that a step computes, and by those of its batch.
 
     torch asks such an index for its value when a tensor is indexed by it, which is no decision: eager calls
-    ``aten.select`` and ``aten.slice``, and so does the block. Nor is it one to make a tensor of a number
-    (``torch.tensor(n / 10)``). ``is_fixed`` tells of a number whether it is the same at each step. ``ways_decided``
-    surrounds each call of a function.
+    ``aten.select`` and ``aten.slice``, and so does the block. Nor is it one to make a tensor of numbers
+    (``torch.tensor([n / 10, 1.0])``). ``is_fixed`` tells of a number whether it is the same at each step.
+    ``ways_decided`` surrounds each call of a function.
     """
 
     def __init__(
@@ -47,9 +49,8 @@ class IndexesTraced(TorchFunctionMode):
                 return None
         if func is torch.lstm and varies_in_onednn(*args):
             return lstm_in_onednn(*args)
-        number: Any = args[0] if args else None
-        if func in (torch.tensor, torch.as_tensor) and type(number) in (torch.SymFloat, torch.SymInt):
-            return torch.ops.aten.lift_fresh.default(torch.full((), number, **(kwargs or {})))
+        if (made := _made_of_numbers(func, args, kwargs or {})) is not None:
+            return made
         with self._ways_decided(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
 
@@ -75,6 +76,51 @@ class IndexesTraced(TorchFunctionMode):
     def _number(self, value: Any) -> Any:
         number = value.item() if isinstance(value, torch.Tensor) else value
         return int(number) if isinstance(number, torch.SymInt) and self._is_fixed(number) else number
+
+
+def _made_of_numbers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Returns the tensor that a function makes of a number, or a list, some of which are traced; None of others."""
+    like = args[0] if func is torch.Tensor.new_tensor else None
+    if func not in _MAKES or not kwargs.keys() <= {"dtype", "device"} or len(args) != 1 + (like is not None):
+        return None
+    numbers, shape = _flat(args[-1])
+    if shape is None or not any(isinstance(each, py_sym_types) for each in numbers):
+        return None
+    if not any(isinstance(each, (torch.SymInt, torch.SymFloat)) for each in numbers):  # truths, which decide
+        decided: torch.Tensor = func(*tree_map(_decided, tuple(args)), **kwargs)
+        return decided
+    if not all(type(each) in _COUNTED for each in numbers):
+        return None
+    dtype, device = kwargs.get("dtype"), kwargs.get("device")
+    if like is not None:
+        dtype, device = dtype or like.dtype, device or like.device
+    has_floats = any(type(each) in (float, torch.SymFloat) for each in numbers)
+    of_others = dtype or (torch.get_default_dtype() if has_floats else torch.int64)
+    each_one = [
+        torch.full((), each, dtype=dtype if isinstance(each, torch.SymFloat) else of_others, device=device)
+        for each in numbers
+    ]
+    made = torch.stack(each_one).view(shape) if shape else each_one[0]
+    lifted: torch.Tensor = torch.ops.aten.lift_fresh.default(made)
+    return lifted
+
+
+def _decided(number: Any) -> Any:
+    return bool(number) if isinstance(number, torch.SymBool) else number
+
+
+_MAKES = (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor)
+_COUNTED = (int, float, bool, torch.SymInt, torch.SymFloat)
+
+
+def _flat(data: Any) -> tuple[list[Any], tuple[int, ...] | None]:
+    """Returns what nested lists hold, and their shape; None if they are no tensor's."""
+    if not isinstance(data, (list, tuple)):
+        return [data], ()
+    parts = [_flat(each) for each in data]
+    shapes = {shape for _, shape in parts}
+    inner = shapes.pop() if len(shapes) == 1 else None
+    return [each for numbers, _ in parts for each in numbers], None if inner is None else (len(data), *inner)
 
 
 def _has_numbers(index: tuple[Any, ...]) -> bool:

@@ -49,7 +49,7 @@ _ADVICE = {
     " decided by ": INSTEAD[0].upper() + INSTEAD[1:],
 }
 _BUILT_IN_AT = (
-    ". It is built in at {}, as by torch.tensor([rate, 1.0]): change it seldom (there is a capture for every "
+    ". torch builds it in at {}, as the rate of an alpha dropout: change it seldom (there is a capture for every "
     "hundred calls), or compute with it, as noise * std"
 )
 _BY_NUMPY = ". What NumPy's functions compute of it is built in: give the step what they bring"

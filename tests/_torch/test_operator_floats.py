@@ -103,7 +103,7 @@ def test_other_ranges_are_captured(numbers: list[float], num_captures: int) -> N
 
 NOT_ONE_WAY: dict[str, Callable[[Tensor, float], Tensor]] = {
     "a size": lambda h, v: F.interpolate(h[None], scale_factor=v, recompute_scale_factor=False),
-    "values of a tensor": lambda h, v: h * torch.tensor([v, 1 - v, 1.0, 2.0, 3.0, 4.0]),
+    "values of a tensor": lambda h, v: h * torch.FloatTensor([v, 1 - v, 1.0, 2.0, 3.0, 4.0]),
     "what is none of the formulas": lambda h, v: F.alpha_dropout(h, v),
 }
 

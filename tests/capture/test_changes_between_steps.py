@@ -186,19 +186,10 @@ def test_another_value_at_each_call() -> None:
     assert len(step.captures) == 8
 
 
-class Listed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.rate = nn.Linear(4, 4), 0.1
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * torch.tensor([self.rate, 1.0, 2.0, 3.0])
-
-
 def test_numbers_that_are_built_in_cost_two_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one for each of the modules of which a loop sets the same."""
-    parts = [Listed() for _ in range(3)]
-    model = nn.Sequential(*parts)
+    parts = [nn.AlphaDropout(0.1) for _ in range(3)]
+    model = nn.Sequential(nn.Linear(4, 4), *parts)
     step = capture_train_step(lambda model, x: model(x).square().sum(), model, x_of(0))
     again, tries = step.recapture, list[tuple[str, ...]]()
     assert again is not None
@@ -209,7 +200,7 @@ def test_numbers_that_are_built_in_cost_two_captures(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(step, "recapture", counted)
     for part in parts:
-        part.rate = 0.3
+        part.p = 0.3
     step(x_of(1))
     assert [len(paths) for paths in tries] == [3, 0]
 
@@ -280,7 +271,7 @@ def test_a_number_of_a_batch_that_is_built_in() -> None:
     model = nn.Linear(4, 4)
 
     def loss_fn(model: nn.Module, x: Tensor, rate: float, weight: float) -> Tensor:
-        return (model(x) * torch.tensor([rate, 1.0, 2.0, 3.0])).square().mean() * weight
+        return F.alpha_dropout(model(x), rate).square().mean() * weight
 
     step = capture_train_step(loss_fn, model, x_of(0), 0.5, 1.0)
     for rate in (0.5, 0.25):
@@ -340,7 +331,7 @@ def test_schedules_that_numpy_computes(is_of_batch: bool) -> None:
 
 
 WHY = {
-    r"It is built in at \S+ in <lambda>, as by torch": lambda x, share: torch.tensor([share, 0.3, 0.2, 0.1]),
+    r"torch builds it in at \S+ in <lambda>, as": lambda x, share: F.alpha_dropout(x, share),
     r"It cannot be an input of the step: eager and": lambda x, share: share if isinstance(share, float) else 1.0,
 }
 

@@ -71,6 +71,16 @@ def made(model: nn.Module, x: Tensor, epoch: int) -> Tensor:
     return model(x).square().mean() * weight * math.pow(0.99, epoch) * math.log(2 + epoch, 10)
 
 
+def listed(model: nn.Module, x: Tensor, epoch: int) -> Tensor:
+    losses = model(x).square().sum(1)
+    weights = (
+        torch.tensor([[epoch / 10, 1.0], [2, epoch]], dtype=torch.float64).prod() + x.new_tensor((epoch, 0.1)).sum()
+    )
+    is_large = torch.tensor([[losses[0].item() > 0], [True]]).all()
+    weights = weights * is_large * torch.tensor([epoch, 3]).sum()
+    return losses.mean() * (1e-5 * weights + torch.tensor(losses.tolist()).sigmoid().mean())
+
+
 def cut(model: nn.Module, x: Tensor, epoch: int) -> Tensor:
     losses = model(x).square().sum(1)
     return losses[max(1, min(losses.argmax().item(), 3))] * losses.shape[0]
@@ -94,7 +104,7 @@ def train(loss_fn: Callable[..., Any], *, is_captured: bool, shift: int = 0) -> 
     return found, len(step.captures) if is_captured else 0
 
 
-@pytest.mark.parametrize("loss_fn", [ramped, violated, of_losses, selected, made, cut])
+@pytest.mark.parametrize("loss_fn", [ramped, violated, of_losses, selected, made, listed, cut])
 def test_equals_eager(loss_fn: Callable[..., Any]) -> None:
     eager, _ = train(loss_fn, is_captured=False)
     ours, num = train(loss_fn, is_captured=True)

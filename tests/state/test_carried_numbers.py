@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from graphpasses import BucketPlan, capture_train_step, default_pipeline
 from graphpasses.errors import CaptureError
@@ -46,9 +47,9 @@ def less_dropout(model: Any, x: torch.Tensor) -> torch.Tensor:
     return model.dropout(model.linear(x)).square().mean()
 
 
-def less_weight(model: Any, x: torch.Tensor) -> torch.Tensor:
-    model.average -= 0.5
-    return (model.linear(x) * torch.tensor([model.average])).square().mean()
+def less_alpha_dropout(model: Any, x: torch.Tensor) -> torch.Tensor:
+    model.dropout.p *= 0.5
+    return F.alpha_dropout(model.linear(x), model.dropout.p).square().mean()
 
 
 def less_noise_later(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -131,12 +132,10 @@ def test_a_number_that_forward_changes_later_alone() -> None:
 
 def test_a_fraction_that_torch_builds_in() -> None:
     model = Counting()
-    before = model.average
-    with pytest.raises(
-        CaptureError, match=r"^forward changes attribute 'average' at each call, and at .*test_carried"
-    ):
-        capture_train_step(less_weight, model, X)
-    assert model.average == before
+    at_each_call = r"^forward changes attribute 'dropout.p' at each call, and at .*test_carried"
+    with pytest.raises(CaptureError, match=at_each_call):
+        capture_train_step(less_alpha_dropout, model, X)
+    assert model.dropout.p == 0.5
     step = capture_train_step(less_dropout, model, X)
     for index in range(12):
         step.check(X)
