@@ -192,7 +192,7 @@ def _apart() -> Iterator[None]:
         real_tensors(),
         torch._C.DisableTorchFunction(),
         _disable_current_modes(),
-        FakeTensorMode(),
+        FakeTensorMode(shape_env=ShapeEnv()),
     ):
         yield
 
