@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.sym_node import SymNode
-from torch.utils._sympy.functions import ToFloat
+from torch.utils._sympy.printers import PythonPrinter
 
 from graphpasses._torch.operator_calls import dispatch_wrapped
 from graphpasses._torch.pytree import tree_leaves, tree_map
@@ -138,7 +139,7 @@ class OperatorFloats:
         for factor in _NEAR:
             near = {symbol: (self._values[symbol] or 1.0) * factor for symbol in expr.free_symbols} | self._instead
             stand_in = _value(expr, near)
-            if _range(stand_in) == bounds and _is_known_again(stand_in):
+            if _range(stand_in) == bounds and _is_known_again(stand_in) and _is_apart(stand_in):
                 self._instead = near
                 return stand_in, *bounds
         return None
@@ -208,7 +209,8 @@ def _points(
     def at(log: float) -> dict[sympy.Expr, float] | None:
         near = {symbol: (value or 1.0) * math.exp(log) for symbol, value in values.items()}
         floats = {expr: _value(expr, near) for expr in ranges}
-        return floats if all(_range(value) == ranges[expr] for expr, value in floats.items()) else None
+        is_inside = all(_range(value) == ranges[expr] and _is_apart(value) for expr, value in floats.items())
+        return floats if is_inside else None
 
     ends = []
     for outside in (-_FAR, _FAR):
@@ -222,9 +224,25 @@ def _points(
 
 
 def _value(expr: sympy.Expr, values: Mapping[sympy.Symbol, float]) -> float:
-    found = expr.xreplace({symbol: sympy.Float(values[symbol]) for symbol in expr.free_symbols})
-    found = found.replace(ToFloat, lambda number: number)  # of a whole one
-    return float(found) if found.is_number and found.is_real else math.nan
+    """Returns what Python computes for values, also for fractions where symbols are whole numbers."""
+    function, symbols = _function(expr)
+    try:
+        return float(function(*(values[symbol] for symbol in symbols)))
+    except (ArithmeticError, ValueError):
+        return math.nan
+
+
+@functools.lru_cache(256)
+def _function(expr: sympy.Expr) -> tuple[Callable[..., Any], tuple[sympy.Symbol, ...]]:
+    symbols = tuple(expr.free_symbols)
+    names = [f"v{index}" for index in range(len(symbols))]
+    text = PythonPrinter().doprint(expr.xreplace(dict(zip(symbols, map(sympy.Symbol, names), strict=True))))
+    return eval(f"lambda {', '.join(names)}: {text}", _NAMES), symbols
+
+
+_NAMES = {"math": math, "torch": torch} | {
+    f"OpaqueUnaryFn_{name}": function for name, function in vars(math).items() if callable(function)
+}
 
 
 def _range(value: float) -> tuple[float, float] | None:
@@ -233,6 +251,11 @@ def _range(value: float) -> tuple[float, float] | None:
         return None
     low = max((edge for edge in _EDGES if edge < value), default=-math.inf)
     return low, min((edge for edge in _EDGES if edge > value), default=math.inf)
+
+
+def _is_apart(value: float) -> bool:
+    """Whether a float is not so close to an edge that, e.g., 1 - value has none of its digits."""
+    return all(abs(value - edge) > 1e-6 for edge in _EDGES)
 
 
 def _is_known_again(value: float) -> bool:

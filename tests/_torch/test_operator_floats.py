@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -18,6 +19,7 @@ from graphpasses.identity import same_bits
 MEAN, VARIANCE = torch.zeros(6), torch.ones(6)
 FUNCTIONS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "dropout": lambda h, v: F.dropout(h, v),
+    "decaying": lambda h, v: F.dropout(h, 0.5 * math.exp(-v / (1 + v))),
     "noise": lambda h, v: h + torch.empty_like(h).normal_(0.0, v) + torch.empty_like(h).uniform_(-v, v),
     "power": lambda h, v: h.abs() ** (1 + v),  # whose gradient has another exponent
     "lerp": lambda h, v: torch.lerp(h, h.flip(0), v),
@@ -99,6 +101,15 @@ def test_other_ranges_are_captured(numbers: list[float], num_captures: int) -> N
     assert all(map(same_bits, ours, eager))
     assert step is not None
     assert len(step.captures) == num_captures
+
+
+@pytest.mark.parametrize("name", ["dropout", "lerp", "power"])
+def test_values_of_which_no_digits_are_left(name: str) -> None:
+    """In 1 - 1e-17, which gradients multiply by: a capture for that value must not serve others."""
+    numbers = [0.5, 1e-17, 0.3, 1e-17, 0.4]
+    eager, _ = trained(FUNCTIONS[name], numbers, is_captured=False)
+    ours, _ = trained(FUNCTIONS[name], numbers, is_captured=True)
+    assert all(map(same_bits, ours, eager))
 
 
 NOT_ONE_WAY: dict[str, Callable[[Tensor, float], Tensor]] = {
