@@ -78,7 +78,7 @@ class OperatorFloats:
         self._stand_ins: dict[sympy.Expr, float] = {}  # of both
         self._calls: list[_Call] = []
         self._asked: dict[str, bool] = {}  # whether calls of a kind go one way
-        self._runs = False  # the last of the calls
+        self._current: _Call | None = None
         self._is_reopened = False  # whether an operator is called, with floats put in their places
 
     @contextmanager
@@ -101,22 +101,25 @@ class OperatorFloats:
     def taken(self, func: Any, args: Any, kwargs: Any) -> Iterator[None]:
         """Surrounds a call of a function."""
         floats = [leaf.node.expr for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.SymFloat)]
-        before, self._runs = self._runs, bool(floats)
+        before, self._current = self._current, None
         if floats:
-            self._calls.append(_Call(func, args, kwargs, tuple(dict.fromkeys(floats)), torch.is_grad_enabled()))
+            self._current = _Call(func, args, kwargs, tuple(dict.fromkeys(floats)), torch.is_grad_enabled())
+            self._calls.append(self._current)
         try:
             yield
         finally:
-            self._runs = before
+            self._current = before
 
     def _stand_in(self, node: Any) -> float | None:
         """Returns what stands for a float that C++ asks for its value; None if that is to be built in."""
         expr = node.expr
         if self._is_reopened and expr in self._stand_ins:
             return self._stand_ins[expr]
-        calls = self._calls[-1:] if self._runs else []
-        if not calls and torch._C._current_autograd_node():  # a formula of one of them
-            calls = [call for call in self._calls if expr.free_symbols & call.symbols]
+        if self._current is not None:
+            calls = [self._current]
+        else:  # a formula of one of them
+            in_backward = bool(torch._C._current_autograd_node())
+            calls = [call for call in self._calls if in_backward and expr.free_symbols & call.symbols]
         if not calls or (near := self._near(expr)) is None or not all(map(self._goes_one_way, calls)):
             return None
         if expr not in self._floats:
