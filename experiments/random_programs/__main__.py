@@ -13,13 +13,13 @@ import tyro
 
 from experiments.harness.outcome import Outcome, Outcomes, counted
 from experiments.random_programs.loop import Loop
-from experiments.random_programs.program import BrokenProgram, Program, RowsProgram
+from experiments.random_programs.program import AnnealedProgram, BrokenProgram, Program, RowsProgram
 from experiments.random_programs.running import judge
 from graphpasses.parity.launch import RankError, run_ranks
 
 
 def main(
-    kind: Literal["programs", "loops", "broken", "rows"] = "programs",
+    kind: Literal["programs", "loops", "broken", "rows", "annealed"] = "programs",
     first: int = 0,
     num: int = 50,
     num_ranks: int = 1,
@@ -32,7 +32,8 @@ def main(
 
     Args:
         kind: whether forwards do all they can, or loops over models as users have them, between their steps, or
-            forwards that are compiled and break their graphs, or those with numbers of rows that values give.
+            forwards that are compiled and break their graphs, or those with numbers of rows that values give,
+            or with numbers that the loop changes and functions of torch build in.
         first: seed.
         num: number of seeds.
         num_ranks: processes, over which FSDP2 shards the model if there are several.
@@ -43,7 +44,8 @@ def main(
     folder = out or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     outcomes, context = Outcomes(folder / f"outcomes_{first}.jsonl"), multiprocessing.get_context("fork")
-    make = {"programs": Program, "loops": Loop, "broken": BrokenProgram, "rows": RowsProgram}[kind]
+    kinds = {"programs": Program, "loops": Loop, "broken": BrokenProgram, "rows": RowsProgram}
+    make = (kinds | {"annealed": AnnealedProgram})[kind]
     for seed in range(first, first + num):
         if num_ranks > 1:
             try:

@@ -38,6 +38,7 @@ class Program:
         weights |= {"parameters": (5,), "buffers": (0, 1, 4), "rows": (0, 0, 4), "places": (0, 0, 5)}
         self._weights = {name: self._random.choice(each) for name, each in weights.items()}
 
+    sets: tuple[str, ...] = ()  # what the loop sets before each step
     breaks = 0.0  # how often the graph that Dynamo makes of a forward is broken behind a statement
 
     @property
@@ -60,6 +61,7 @@ class Program:
         end = [] if is_inside else ["opt.step()"]
         loop = [
             "x, y = c.floats(i), c.integers(i)",
+            *self.sets,
             *self._timed(before),
             "loss = step(x, y, k)",
             *self._timed(after),
@@ -177,6 +179,27 @@ class RowsProgram(Program):
         self._weights = {**dict.fromkeys(self._weights, 0), "pure": 2, "parameters": 2, "rows": 2, "cuts": 8}
 
     is_compiled = False  # Dynamo breaks its graphs there
+
+
+class AnnealedProgram(Program):
+    """A program that gives functions of torch a number which its loop changes before each step.
+
+    Args:
+        seed: decides all.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._values = []
+        self._weights = {**dict.fromkeys(self._weights, 0), "pure": 2, "parameters": 2, "autograd": 1, "annealed": 8}
+        rates = [round(self._random.uniform(0.05, 0.95), 3) for _ in range(5)]
+        self.sets = ("for m in model.modules():", f"    m.rate = {rates}[i]")
+
+    is_compiled = False  # Dynamo compiles for each number
+
+    def _fill(self, statement: str, **names: str) -> str:
+        numbers = ("s.rate", "1 - s.rate", "s.rate / 2", "s.rate ** 2", "1 / (1 + s.rate)", "math.exp(-s.rate)")
+        return super()._fill(statement, q=self._random.choice(numbers), **names)
 
 
 def lines_of(statement: str) -> list[str]:

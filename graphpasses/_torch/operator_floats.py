@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import sympy  # type: ignore[import-untyped]
@@ -23,7 +23,7 @@ from graphpasses._torch.ways_by_size import MANY, unknown_sizes, way
 
 # At these a function of torch may call other operators: a dropout of none, a norm of squares.
 _EDGES = (0.0, 1.0, 2.0)
-# Factors of a value, which give it so many digits that it is known where it comes out again.
+# Factors of a value, which give it digits of its own: it is known where it comes out again.
 _NEAR = tuple(math.exp(each) for each in (-0.25, 0.2, -0.06, 0.05))
 _FAR = 9.0  # the logarithm of a factor
 _PARTS = (0.0, 0.11, 0.24, 0.38, 0.62, 0.76, 0.89, 1.0)  # of a range
@@ -51,12 +51,20 @@ class _Call:
     func: Any
     args: Any
     kwargs: Any
-    floats: tuple[sympy.Expr, ...]
+    floats: tuple[Any, ...]  # their nodes: of equal expressions Python may round one otherwise than another
     is_grad_enabled: bool
 
     @property
     def symbols(self) -> set[sympy.Symbol]:
-        return {symbol for each in self.floats for symbol in each.free_symbols}
+        return {symbol for each in self.floats for symbol in each.expr.free_symbols}
+
+
+class _Near(NamedTuple):
+    """What a float is in this run, another value that stands for it, and the range of both."""
+
+    value: float
+    stand_in: float
+    bounds: tuple[float, float]
 
 
 class OperatorFloats:
@@ -72,10 +80,10 @@ class OperatorFloats:
     def __init__(self, value_of: Callable[[sympy.Symbol], Any], decided: Callable[[sympy.Basic], None]) -> None:
         self._value_of, self._decided = value_of, decided
         self._values: dict[sympy.Symbol, float] = {}
-        self._instead: dict[sympy.Symbol, float] = {}  # of these values
-        self._floats: dict[sympy.Expr, tuple[Any, float]] = {}  # each that was asked for, with its stand-in
-        self._computed: dict[tuple[Any, ...], Any] = {}  # what is computed of them, by formula
-        self._stand_ins: dict[sympy.Expr, float] = {}  # of both
+        self._near: dict[int, tuple[Any, _Near | None]] = {}  # by identity: a node, which so lives on
+        self._floats: dict[int, tuple[Any, float]] = {}  # each that was asked for, with its stand-in
+        self._computed: dict[tuple[int, ...], Any] = {}  # what is computed of them, by formula
+        self._stand_ins: dict[int, float] = {}  # of both
         self._calls: list[_Call] = []
         self._asked: dict[str, bool] = {}  # whether calls of a kind go one way
         self._current: _Call | None = None
@@ -100,10 +108,12 @@ class OperatorFloats:
     @contextmanager
     def taken(self, func: Any, args: Any, kwargs: Any) -> Iterator[None]:
         """Surrounds a call of a function."""
-        floats = [leaf.node.expr for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.SymFloat)]
+        floats = {
+            id(leaf.node): leaf.node for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.SymFloat)
+        }
         before, self._current = self._current, None
         if floats:
-            self._current = _Call(func, args, kwargs, tuple(dict.fromkeys(floats)), torch.is_grad_enabled())
+            self._current = _Call(func, args, kwargs, tuple(floats.values()), torch.is_grad_enabled())
             self._calls.append(self._current)
         try:
             yield
@@ -112,48 +122,58 @@ class OperatorFloats:
 
     def _stand_in(self, node: Any) -> float | None:
         """Returns what stands for a float that C++ asks for its value; None if that is to be built in."""
-        expr = node.expr
-        if self._is_reopened and expr in self._stand_ins:
-            return self._stand_ins[expr]
+        if self._is_reopened and id(node) in self._stand_ins:
+            return self._stand_ins[id(node)]
         if self._current is not None:
             calls = [self._current]
         else:  # a formula of one of them
             in_backward = bool(torch._C._current_autograd_node())
-            calls = [call for call in self._calls if in_backward and expr.free_symbols & call.symbols]
-        if not calls or (near := self._near(expr)) is None or not all(map(self._goes_one_way, calls)):
+            calls = [call for call in self._calls if in_backward and node.expr.free_symbols & call.symbols]
+        if not calls or (near := self._find_near(node)) is None or not all(map(self._goes_one_way, calls)):
             return None
-        if expr not in self._floats:
-            stand_in, low, high = near
-            bounds = (sympy.Gt(expr, low), low), (sympy.Lt(expr, high), high)
-            for condition in (condition for condition, bound in bounds if math.isfinite(bound)):
-                self._decided(condition)
-            self._floats[expr] = torch.SymFloat(node), stand_in  # type: ignore[no-untyped-call]
-            self._stand_ins[expr] = stand_in
-        return self._floats[expr][1]
+        if id(node) not in self._floats:
+            for bound, relation in zip(near.bounds, (sympy.Gt, sympy.Lt), strict=True):
+                if math.isfinite(bound):
+                    self._decided(relation(node.expr, bound))
+            self._floats[id(node)] = torch.SymFloat(node), near.stand_in  # type: ignore[no-untyped-call]
+            self._stand_ins[id(node)] = near.stand_in
+        return near.stand_in
 
-    def _near(self, expr: sympy.Expr) -> tuple[float, float, float] | None:
-        """Returns what may stand for a float, and the range of both; None if there is none."""
+    def _find_near(self, node: Any) -> _Near | None:
+        """Returns what a float is in this run, and a stand-in that follows from no other's; None if there is none."""
+        if id(node) not in self._near:
+            value = self._value(node.expr)
+            bounds = None if value is None else _range(value)
+            near = None if value is None or bounds is None else self._own_near(value, bounds)
+            self._near[id(node)] = node, near
+        return self._near[id(node)][1]
+
+    def _own_near(self, value: float, bounds: tuple[float, float]) -> _Near | None:
+        others = [near.stand_in for _, near in self._near.values() if near]
+        for factor in _NEAR:
+            stand_in = value * factor * math.exp(0.001 * len(others))
+            is_own = not any(_formula(stand_in, each) or _formula(each, stand_in) for each in others)
+            if is_own and _range(stand_in) == bounds and _is_known_again(stand_in) and _is_apart(stand_in):
+                return _Near(value, stand_in, bounds)
+        return None
+
+    def _value(self, expr: sympy.Expr) -> float | None:
+        """Returns about what a float is in this run."""
         for symbol in expr.free_symbols - self._values.keys():
             if (known := self._value_of(symbol)) is None:
                 return None
             self._values[symbol] = float(known)
-        if (bounds := _range(_value(expr, self._values))) is None or not expr.free_symbols:
-            return None
-        for factor in _NEAR:
-            near = {symbol: (self._values[symbol] or 1.0) * factor for symbol in expr.free_symbols} | self._instead
-            stand_in = _value(expr, near)
-            if _range(stand_in) == bounds and _is_known_again(stand_in) and _is_apart(stand_in):
-                self._instead = near
-                return stand_in, *bounds
-        return None
+        return _value(expr, self._values) if expr.free_symbols else None
 
     def _goes_one_way(self, call: _Call) -> bool:
         """Whether a function calls the same for all values of the ranges, and operators get each of its floats."""
-        near = {each: self._near(each) for each in call.floats}
-        key = f"{call.func} {tree_map(_kind, (call.args, call.kwargs))} {near}"
+        near = [each for each in map(self._find_near, call.floats) if each]
+        if len(near) < len(call.floats):
+            return False
+        kinds = tree_map(partial(_kind, call.floats), (call.args, call.kwargs))
+        key = f"{call.func} {kinds} {[each.bounds for each in near]} {call.is_grad_enabled}"
         if key not in self._asked:
-            ranges = {expr: each[1:] for expr, each in near.items() if each}
-            self._asked[key] = len(ranges) == len(near) and _ask(call, ranges, self._values)
+            self._asked[key] = _ask(call, near)
         return self._asked[key]
 
     def _reopening(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,7 +196,7 @@ class OperatorFloats:
         if (key := (index, *formula)) not in self._computed:
             number, _ = [*self._floats.values()][index]
             self._computed[key] = computed = self._compute(number, *formula)
-            self._stand_ins[computed.node.expr] = leaf
+            self._stand_ins[id(computed.node)] = leaf
         return self._computed[key]
 
     def _compute(self, number: Any, which: int, factor: int, divisor: int) -> Any:
@@ -189,13 +209,14 @@ class OperatorFloats:
         return -base if factor == -1 else base if factor == 1 else base * factor
 
 
-def _ask(call: _Call, ranges: Mapping[sympy.Expr, Any], values: Mapping[sympy.Symbol, float]) -> bool:
+def _ask(call: _Call, near: Sequence[_Near]) -> bool:
     """Calls a function beside the trace with several values of the ranges, on fake tensors."""
     sizes = dict.fromkeys(unknown_sizes(tree_leaves((call.args, call.kwargs))), MANY)
-    ways, points = set(), [*_points(ranges, values)]
-    for floats in points:
+    ways, points = set(), [*_points(near)]
+    for values in points:
         met: set[int] = set()
-        spelled = partial(_spelled, [*floats.values()], met)
+        floats = dict(zip(map(id, call.floats), values, strict=True))
+        spelled = partial(_spelled, values, met)
         with torch.set_grad_enabled(call.is_grad_enabled):
             found = way(call.func, call.args, call.kwargs, sizes, floats, partial(tree_map, spelled))
         if found is None or len(met) < len(floats):
@@ -204,16 +225,13 @@ def _ask(call: _Call, ranges: Mapping[sympy.Expr, Any], values: Mapping[sympy.Sy
     return len(points) >= _MIN_POINTS and len(ways) == 1
 
 
-def _points(
-    ranges: Mapping[sympy.Expr, Any], values: Mapping[sympy.Symbol, float]
-) -> Iterator[dict[sympy.Expr, float]]:
-    """Yields values of floats, from about the least to about the largest of their ranges."""
+def _points(near: Sequence[_Near]) -> Iterator[list[float]]:
+    """Yields values of floats that grow together, from about the least to about the largest of their ranges."""
 
-    def at(log: float) -> dict[sympy.Expr, float] | None:
-        near = {symbol: (value or 1.0) * math.exp(log) for symbol, value in values.items()}
-        floats = {expr: _value(expr, near) for expr in ranges}
-        is_inside = all(_range(value) == ranges[expr] and _is_apart(value) for expr, value in floats.items())
-        return floats if is_inside else None
+    def at(log: float) -> list[float] | None:
+        values = [each.value * math.exp(log + 0.001 * index) for index, each in enumerate(near)]
+        is_inside = all(_range(value) == each.bounds for value, each in zip(values, near, strict=True))
+        return values if is_inside and all(map(_is_apart, values)) else None
 
     ends = []
     for outside in (-_FAR, _FAR):
@@ -227,7 +245,7 @@ def _points(
 
 
 def _value(expr: sympy.Expr, values: Mapping[sympy.Symbol, float]) -> float:
-    """Returns what Python computes for values, also for fractions where symbols are whole numbers."""
+    """Returns what Python computes for values."""
     function, symbols = _function(expr)
     try:
         return float(function(*(values[symbol] for symbol in symbols)))
@@ -293,7 +311,9 @@ def _ratio(value: float, base: float) -> int:
     return round(ratio) if 1.5 < abs(ratio) < _MAX_FACTOR else 0
 
 
-def _kind(leaf: Any) -> str:
+def _kind(floats: Sequence[Any], leaf: Any) -> str:
+    if isinstance(leaf, torch.SymFloat):
+        return f"float {[leaf.node is each for each in floats]}"
     return f"{leaf.dtype} {leaf.shape} {leaf.requires_grad}" if isinstance(leaf, torch.Tensor) else str(leaf)
 
 

@@ -129,12 +129,13 @@ def way(
     args: Any,
     kwargs: Any,
     sizes: Sizes,
-    floats: Mapping[sympy.Expr, float] = MappingProxyType({}),
+    floats: Mapping[int, float] = MappingProxyType({}),
     spelled: Callable[[Any], Any] = _dims,
 ) -> Way | None:
     """Returns what a function and its gradients call for sizes that only running tells; None if it raises.
 
-    So for floats, 2 where none is given; ``spelled`` tells what counts of operators' arguments.
+    So for ``floats``, by the identity of their nodes, 2 where none is given; ``spelled`` tells what counts of
+    operators' arguments.
     """
     forward, backward = _Called(spelled), _Called(spelled)
     with _may_raise(), _apart():
@@ -233,11 +234,11 @@ def _kind(leaf: Any, names: Mapping[sympy.Symbol, sympy.Symbol]) -> Any:
     return f"{numbers} {leaf.dtype} {leaf.device} {leaf.requires_grad}"
 
 
-def _with_sizes(leaf: Any, sizes: Sizes, floats: Mapping[sympy.Expr, float]) -> Any:
+def _with_sizes(leaf: Any, sizes: Sizes, floats: Mapping[int, float]) -> Any:
     if isinstance(leaf, torch.SymInt):
         return _value(leaf, sizes)
     if isinstance(leaf, (torch.SymFloat, torch.SymBool)):
-        return floats.get(leaf.node.expr, 2.0) if isinstance(leaf, torch.SymFloat) else True
+        return floats.get(id(leaf.node), 2.0) if isinstance(leaf, torch.SymFloat) else True
     if not isinstance(leaf, torch.Tensor):
         return leaf
     shape, stride = ([_value(number, sizes) for number in numbers] for numbers in (leaf.shape, leaf.stride()))

@@ -103,6 +103,32 @@ def test_other_ranges_are_captured(numbers: list[float], num_captures: int) -> N
     assert len(step.captures) == num_captures
 
 
+class Pair(nn.Module):
+    """Has two numbers, which are equal at first, and a third that is the smaller one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.one, self.other = nn.Linear(6, 6), 0.4, 0.4
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(F.dropout(self.linear(x), self.one), self.other)
+        return torch.lerp(h, h.renorm(2, 0, 0.1 + min(self.one, 0.3)), self.other).square().sum()
+
+
+def test_floats_that_are_equal_are_told_apart() -> None:
+    """And constants of torch, as the 1e-7 in the gradient of ``renorm``, from what follows from a decimal."""
+    eager, ours = Pair(), Pair()
+    step = capture_train_step(loss_of, ours, torch.ones(5, 6))
+    for index in range(8):
+        for model, run in ((eager, lambda x: loss_of(eager, x).backward()), (ours, step)):
+            model.one, model.other = 0.41 + 0.01 * (index > 2) * index, 0.41 - 0.05 * (index > 3) * index
+            torch.manual_seed(index)
+            run(torch.randn(5, 6))
+        assert all(map(same_bits, *([each.grad for each in model.parameters()] for model in (eager, ours))))
+    assert len(step.captures) == 1
+
+
 @pytest.mark.parametrize("name", ["dropout", "lerp", "power"])
 def test_values_of_which_no_digits_are_left(name: str) -> None:
     """In 1 - 1e-17, which gradients multiply by: a capture for that value must not serve others."""
