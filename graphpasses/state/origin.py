@@ -16,6 +16,8 @@ from threading import Event
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from torch.types import py_sym_types
+
 from graphpasses._torch.fsdp2 import FSDPState
 
 # Never the user's, wherever they lie: a source tree of torch has no distribution.
@@ -66,6 +68,8 @@ def users_modules() -> Iterator[ModuleType]:
 
 # Python's own classes whose objects users make for settings; those of others keep caches and counts.
 _SETTINGS = (Namespace, ChainMap, UserDict, UserList, Event, Queue)
+# What FSDP2 keeps of a module decides no bits, but for its settings, which a snapshot asks for; numbers are traced.
+_UNWATCHED = (FSDPState, *py_sym_types)
 _HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # flags of a class, see `Include/object.h` of CPython
 
 
@@ -78,8 +82,7 @@ def is_watched(kind: type) -> bool:
     )
     top = kind.__module__.partition(".")[0]
     is_pythons = top in sys.stdlib_module_names and top != "__main__"
-    # What FSDP2 keeps of a module decides no bits, but for its settings, which a snapshot asks for.
-    return is_pure and (not is_pythons or kind in _SETTINGS) and top != "graphpasses" and kind is not FSDPState
+    return is_pure and (not is_pythons or kind in _SETTINGS) and top != "graphpasses" and kind not in _UNWATCHED
 
 
 def is_torchs(kind: type) -> bool:
