@@ -39,10 +39,12 @@ def as_text(condition: sympy.Basic) -> tuple[str, tuple[sympy.Symbol, ...]] | No
     """Returns a condition as Python, in which its symbols are ``s0``, ``s1``, and so on, and these; None if a symbol
     is no whole number, or Python has no such function.
     """
+    return _printed(condition) if all(symbol.is_integer for symbol in condition.free_symbols) else None
+
+
+def _printed(condition: sympy.Basic) -> tuple[str, tuple[sympy.Symbol, ...]] | None:
     symbols = tuple(condition.free_symbols)
-    if not all(symbol.is_integer for symbol in symbols):
-        return None
-    names = {symbol: sympy.Symbol(f"s{index}", integer=True) for index, symbol in enumerate(symbols)}
+    names = {s: sympy.Symbol(f"s{index}", integer=s.is_integer) for index, s in enumerate(symbols)}
     text = PythonPrinter().doprint(condition.xreplace(names))
     called = {*compile(text, "", "eval").co_names} - {*map(str, names.values())}
     return (text, symbols) if called <= _PRINTED else None
@@ -51,27 +53,31 @@ def as_text(condition: sympy.Basic) -> tuple[str, tuple[sympy.Symbol, ...]] | No
 def as_function(condition: sympy.Basic) -> Callable[[Mapping[sympy.Symbol, Any]], bool]:
     """Returns what says of values of symbols whether a condition is true; it is not of nan.
 
-    If all symbols are whole numbers, Python computes with them, a hundred times as fast as sympy.
+    Python computes with them, a hundred times as fast as sympy, where it can.
 
     Example:
         >>> s = sympy.Symbol("s", integer=True)
         >>> as_function(sympy.Ge(s, 2))({s: 3})
         True
     """
-    if (printed := as_text(condition)) is not None:
-        text, symbols = printed
-        function = eval(f"lambda {', '.join(f's{index}' for index in range(len(symbols)))}: {text}", {"math": math})
-        return lambda values: bool(function(*(values[symbol] for symbol in symbols)))
-
+    are_whole = all(symbol.is_integer for symbol in condition.free_symbols)
     computes = bool(condition.atoms(sympy.Add, sympy.Mul))
+    text, symbols = _printed(condition) or ("", tuple(condition.free_symbols))
+    arguments = ", ".join(f"s{index}" for index in range(len(symbols)))
+    by_python = eval(f"lambda {arguments}: {text}", {"math": math}) if text else None
 
     def is_true(values: Mapping[sympy.Symbol, Any]) -> bool:
-        numbers = {symbol: values[symbol] for symbol in condition.free_symbols}
-        if any(number != number for number in numbers.values()):  # sympy compares no nan
+        numbers = [values[symbol] for symbol in symbols]
+        if not are_whole and any(number != number for number in numbers):  # sympy compares no nan
             return False
-        if computes and any(map(math.isinf, numbers.values())):  # of infinities it is one
+        if not are_whole and computes and any(map(math.isinf, numbers)):  # of infinities it is one
             return False
-        return bool(condition.xreplace({symbol: as_number(number) for symbol, number in numbers.items()}))
+        if by_python is not None:
+            try:
+                return bool(by_python(*numbers))
+            except ArithmeticError:  # where sympy has an infinity
+                pass
+        return bool(condition.xreplace(dict(zip(symbols, map(as_number, numbers), strict=True))))
 
     return is_true
 
