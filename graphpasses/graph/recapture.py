@@ -256,9 +256,9 @@ class GuardedCache:
             self.own, self._last = [*self.own[-MAX_STEPS + 1 :], step], step
             return
         self._nums_captured[False] += 1
-        # The others hold a number constant that this one changes, but for one that is built in for its value now.
+        # The others hold a number constant that this one changes, but for one that is built in for some values.
         numbers = {*first.carried.numbers} & {*step.carried.paths}
-        if not self.consensus.all_ranks([{*step.carried.numbers} == numbers])[0]:
+        if not self.consensus.all_ranks([{*step.carried.numbers} ^ numbers <= {*self._why}])[0]:
             self.steps.clear()
         self.steps = [*self.steps[-MAX_STEPS + 1 :], step]
         self._last = step
