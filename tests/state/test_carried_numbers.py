@@ -131,15 +131,13 @@ def test_a_number_that_forward_changes_later_alone() -> None:
 
 
 def test_a_number_that_is_built_in_for_some_values() -> None:
-    """Momentum 0 is an input, as a whole number, and 0.1 is built in: each is captured once for each batch's size, as
-    where a loop keeps the second forward of sharpness-aware minimization out of the statistics of batch norms.
-    """
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    """A rate of 0 is an input, as a whole number, and 0.1 is built in: each is captured once for each batch's size."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.AlphaDropout(0.1))
     step = None
     for _ in range(3):
         for x in (X, X[:2], torch.cat([X, X])):
-            for momentum in (0.1, 0):
-                model[1].momentum = momentum
+            for rate in (0.1, 0):
+                model[1].p = rate
                 step = step or capture_train_step(lambda model, x: model(x).square().mean(), model, x)
                 step.check(x)
                 step(x)
