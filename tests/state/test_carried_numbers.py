@@ -131,7 +131,7 @@ def test_a_number_that_forward_changes_later_alone() -> None:
 
 
 def test_a_number_that_is_built_in_for_some_values() -> None:
-    """A rate of 0 is an input, as a whole number, and 0.1 is built in: each is captured once for each batch's size."""
+    """A rate of 0 is an input, as a whole number, and 0.1 is built in: each is captured once for each size."""
     model = nn.Sequential(nn.Linear(4, 4), nn.AlphaDropout(0.1))
     step = None
     for _ in range(3):
