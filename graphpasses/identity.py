@@ -385,14 +385,14 @@ def _ids(value: Any) -> list[int]:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have one dtype and shape, and equal bytes, so that NaN equals itself; of DTensors local
-    shards.
-    """
+    """Whether two tensors have one dtype and shape, and equal bytes (NaN equals itself); of DTensors local shards."""
     x, y = (t.to_local() if hasattr(t, "to_local") else t for t in (a.detach(), b.detach()))
-    if (x.dtype, x.shape) != (y.dtype, y.shape):
+    if (x.dtype, x.shape, x.layout) != (y.dtype, y.shape, y.layout):
         return False
-    x, y = (t.to(x.device).resolve_conj().contiguous().view(-1).view(torch.uint8) for t in (x, y))
-    return torch.equal(x, y)
+    if x.layout is not torch.strided:
+        x, y = (t.to_sparse_coo().coalesce() for t in (x, y))
+        return same_bits(x.indices(), y.indices()) and same_bits(x.values(), y.values())
+    return torch.equal(*(t.to(x.device).resolve_conj().contiguous().view(-1).view(torch.uint8) for t in (x, y)))
 
 
 def unwrapped_name(fqn: str) -> str:

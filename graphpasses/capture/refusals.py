@@ -120,9 +120,7 @@ _REFUSED_MODULES: dict[type[nn.Module], str] = {
         "would train on its own. Capture its .module, with FSDP2's replicate or fully_shard, or use "
         "torch.compile(model, backend='graphpasses')"
     ),
-    nn.DataParallel: (
-        "is a DataParallel, which copies itself at each call; capture its .module, on one process per device"
-    ),
+    nn.DataParallel: "is a DataParallel, which copies itself at each call; capture its .module, one process a device",
     torch.jit.ScriptModule: (
         "was made by torch.jit, whose code a trace does not see; capture the module it was made of"
     ),
@@ -147,7 +145,8 @@ _REFUSED_TRACES = {
     # As torch's C++ says of a size that it takes for a number, and of such an index.
     "symbolic sizes/strides": _NO_SYMBOLS,
     "got SymInt": _NO_SYMBOLS,
-    # As the constructors of sparse tensors say, their backward, and fake kernels.
+    # As the tracer says of a constant; and the constructors of sparse tensors, their backward, and fake kernels.
+    "do not have strides": "loss_fn reads a compressed sparse tensor (CSR) at {line} that is no buffer: make it one",
     **dict.fromkeys(("compressed tensor instance", "SparseCooTensor", "SparseTensorImpl", "Sparse CSR"), _SPARSE),
     # As Module.to says of a parameter that is traced.
     "_apply(): Couldn't swap": (

@@ -24,6 +24,7 @@ from graphpasses._torch.operator_calls import OperatorCalls
 from graphpasses._torch.operator_facts import read_tensors
 from graphpasses._torch.recorded_operator import Operator
 from graphpasses._torch.schemas import is_tensor_subclass
+from graphpasses._torch.sparse_fakes import elements_counted
 from graphpasses._torch.step_tracer import TRACING, TracedFunction, held_traced, trace_with_torch
 from graphpasses._torch.strides_of_eager import Strides, strides_known
 from graphpasses._torch.surroundings import functions_behind
@@ -251,6 +252,7 @@ def trace_step(
             refusals.torchs_errors_named(),
             strides_of_kernels(),
             strides_known(strides),
+            elements_counted(),
             live_state_restored(model),
             each_size_its_own(),
         ):

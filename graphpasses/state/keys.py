@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.types import py_sym_types
 
 from graphpasses._torch.group_ranks import mesh_group_names
+from graphpasses._torch.sparse_fakes import num_elements
 from graphpasses.identity import MAX_ITEMS, same_bits
 
 PLAIN = (
@@ -248,13 +249,14 @@ class TensorFacts:
     placements: tuple[Placement, ...] | None
     groups: tuple[str, ...]  # of a DTensor's mesh, by the names that collectives have for them
     mesh: DeviceMesh | None = field(compare=False)
+    num_elements: int | None  # of a sparse one
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorFacts:
         placements, mesh = (tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else (None, None)
         groups = () if mesh is None else mesh_group_names(mesh)
         strides = tensor.stride() if tensor.layout is torch.strided else ()
-        return cls(tensor.shape, tensor.dtype, tensor.device, strides, placements, groups, mesh)
+        return cls(tensor.shape, tensor.dtype, tensor.device, strides, placements, groups, mesh, num_elements(tensor))
 
     def in_groups(self, names: Mapping[str, str]) -> TensorFacts:
         """Returns it of a rank that has other groups."""
@@ -268,13 +270,15 @@ class TensorFacts:
     def texts(self) -> tuple[str, ...]:
         """Returns what messages say of it, in ever more detail."""
         kind = f"{self.dtype}{[*self.shape]} on {self.device}"
+        kind += "" if self.num_elements is None else f", {self.num_elements} elements"
         strided = f"{kind}, strides {[*self.strides]}"
         placed = f"{strided}, {self.placements} of {self.mesh}"
         return kind, strided, placed, f"{placed}, process groups {self.groups}"
 
     def __str__(self) -> str:
         placed = f", {self.placements} of {self.mesh}" if self.placements else ""
-        return f"{list(self.shape)} {self.dtype} on {self.device}, strides {list(self.strides)}{placed}"
+        stored = f"strides {list(self.strides)}" if self.num_elements is None else f"{self.num_elements} elements"
+        return f"{list(self.shape)} {self.dtype} on {self.device}, {stored}{placed}"
 
 
 def same_tensors(values: Sequence[Any]) -> tuple[int, ...]:
