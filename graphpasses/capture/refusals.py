@@ -192,6 +192,7 @@ _REFUSED_TRACES = {
         "torch instead, or outside, and give the result in the batch; or in an operator of your own "
         "(torch.library.custom_op), which the step calls"
     ),
+    "type numpy.object_": "loss_fn gives NumPy at {line} a number that the step computes; use Python's math or torch",
     # As an operator says whose C++ writes numbers into a tensor by itself.
     "its data is not allocated yet": (
         "loss_fn calls an operator at {line} that makes a tensor of numbers that it is given, as ctc_loss does where "

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -49,6 +50,15 @@ def test_ragged_sizes() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
+def test_numbers_that_numpy_is_given() -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).sum() * torch.as_tensor(np.asarray([2 / x[x > 0].shape[0], 1.0])).sum()
+
+    message = refused(lambda: capture_train_step(loss_fn, build(), X))
+    assert message.startswith("loss_fn gives NumPy at ")
+    assert "test_refused_calls.py" in message
+
+
 @pytest.mark.parametrize(
     "make",
     [
