@@ -97,7 +97,7 @@ torch.distributed._composable.replicate_with_fsdp, or fully_shard""",
     "DP": (
         lambda: nn.DataParallel(build()),
         """\
-the model is a DataParallel, which copies itself at each call; capture its .module, on one process per device""",
+the model is a DataParallel, which copies itself at each call; capture its .module, one process a device""",
     ),
     "FSDP1": (
         lambda: FullyShardedDataParallel(build(), device_id=torch.device("cpu")),
